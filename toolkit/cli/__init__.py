@@ -1,0 +1,59 @@
+"""`moe-madv`: one thin click module per command group; each parses, calls and prints."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from toolkit import __version__
+from toolkit.console import err
+from toolkit.errors import ToolkitError
+
+# name -> module that holds a click command of that name; imported when used, so --help stays fast.
+_COMMANDS = {
+    "fetch": "toolkit.cli.fetch",
+    "patch": "toolkit.cli.patch",
+    "build": "toolkit.cli.build",
+    "wheels": "toolkit.cli.wheels",
+    "model": "toolkit.cli.model",
+    "bench": "toolkit.cli.bench",
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        module = _COMMANDS.get(name)
+        return getattr(importlib.import_module(module), name) if module else None
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="moe-madv")
+def cli() -> None:
+    """Patch, build and measure llama.cpp for Mixture-of-Experts models larger than memory.
+
+    \b
+    Example:
+      moe-madv fetch && moe-madv patch apply && moe-madv build --backend cpu --arm both
+      moe-madv model synth demo.gguf --preset demo
+      moe-madv bench run demo.gguf --oversubscribe 2.7
+    """
+
+
+def main() -> None:
+    """Console entry: expected failures become one message on stderr and their family's exit code."""
+    try:
+        cli.main(prog_name="moe-madv", standalone_mode=False)
+    except click.exceptions.Abort:
+        err.print("interrupted; run the same command again to continue", markup=False)
+        sys.exit(130)
+    except click.ClickException as e:
+        e.show()
+        sys.exit(e.exit_code)
+    except ToolkitError as e:
+        err.print(f"error: {e}", markup=False, style="bold red" if err.is_terminal else None)
+        sys.exit(e.exit_code)
