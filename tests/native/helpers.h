@@ -1,0 +1,93 @@
+#pragma once
+
+#include "ggml-moe-prefetch-impl.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <string>
+#include <vector>
+
+#define T_EXIT_SKIP 77
+
+#define CHECK(cond)                                                              \
+    do {                                                                         \
+        if (!(cond)) {                                                           \
+            fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #cond);   \
+            exit(1);                                                             \
+        }                                                                        \
+    } while (0)
+
+// for unsigned integers of any width
+#define CHECK_EQ(a, b)                                                           \
+    do {                                                                         \
+        const uint64_t t_a = (a);                                                \
+        const uint64_t t_b = (b);                                                \
+        if (t_a != t_b) {                                                        \
+            fprintf(stderr, "%s:%d: %s is %llu, expected %llu\n", __FILE__, __LINE__, #a, \
+                    (unsigned long long) t_a, (unsigned long long) t_b);         \
+            exit(1);                                                             \
+        }                                                                        \
+    } while (0)
+
+// tensors and nodes of a graph, kept alive together
+struct t_graph {
+    std::deque<ggml_tensor>              tensors;
+    std::deque<std::vector<int32_t>>     data;
+    std::vector<ggml_tensor *>           nodes;
+    ggml_cgraph                          cgraph = {};
+
+    ggml_tensor * weights(uintptr_t addr, int64_t n_expert, size_t slice) {
+        tensors.emplace_back();
+        ggml_tensor & t = tensors.back();
+        memset(&t, 0, sizeof(t));
+        t.data  = (void *) addr;
+        t.ne[0] = t.ne[1] = t.ne[3] = 1;
+        t.ne[2] = n_expert;
+        t.nb[2] = slice;
+        return &t;
+    }
+
+    // ids as llama.cpp has them: the first n_used columns of rows that are n_expert wide
+    ggml_tensor * ids(int64_t n_used, int64_t n_expert, std::vector<std::vector<int32_t>> rows) {
+        data.emplace_back(n_expert*rows.size(), -7);
+        for (size_t i = 0; i < rows.size(); i++) {
+            std::copy(rows[i].begin(), rows[i].end(), data.back().begin() + i*n_expert);
+        }
+        ggml_tensor * t = weights((uintptr_t) data.back().data(), 1, 0);
+        t->type  = GGML_TYPE_I32;
+        t->ne[0] = n_used;
+        t->ne[1] = (int64_t) rows.size();
+        t->nb[0] = sizeof(int32_t);
+        t->nb[1] = n_expert*sizeof(int32_t);
+        return t;
+    }
+
+    int add(enum ggml_op op, ggml_tensor * src0 = nullptr, ggml_tensor * ids = nullptr) {
+        ggml_tensor * t = weights(0, 1, 0);
+        t->op     = op;
+        t->src[0] = src0;
+        t->src[2] = ids;
+        nodes.push_back(t);
+        cgraph.nodes   = nodes.data();
+        cgraph.n_nodes = (int) nodes.size();
+        return cgraph.n_nodes - 1;
+    }
+
+    void run(int first = 0) {
+        for (int i = first; i < cgraph.n_nodes; i++) {
+            ggml_moe_prefetch_node(&cgraph, i);
+        }
+    }
+};
+
+inline uint64_t t_counter(const char * name) {
+    for (int i = 0; i < ggml_moe_prefetch_counter_count(); i++) {
+        if (strcmp(ggml_moe_prefetch_counter_name(i), name) == 0) {
+            return ggml_moe_prefetch_counter_value(i);
+        }
+    }
+    fprintf(stderr, "no counter %s\n", name);
+    exit(1);
+}

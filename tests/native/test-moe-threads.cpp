@@ -1,0 +1,75 @@
+// Several contexts compute while modes change and models come and go. Meaningful under a thread sanitizer.
+
+#include "helpers.h"
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+static std::atomic<uint64_t> n_requests{0};
+static std::atomic<bool>     mapped[4];
+
+static uintptr_t base(int m) { return 0x10000000ull*(m + 1); }
+
+// what a kernel would notice: a request for memory that is not mapped
+static int fake_advise(uintptr_t addr, size_t) {
+    n_requests++;
+    return mapped[addr/0x10000000ull - 1] ? 0 : -12;
+}
+
+static int fake_resident(uintptr_t, size_t size, uint8_t * pages) {
+    memset(pages, 0, size/4096);
+    return 0;
+}
+
+static int      fake_file_normal(int)  { return 0; }
+static size_t   fake_read_window(int)  { return 128*1024; }
+static uint64_t fake_available  (void) { return 1; }
+
+static const ggml_moe_os fake_os = {
+    4096, fake_advise, fake_advise, fake_advise, fake_resident, fake_file_normal, fake_read_window, fake_available,
+};
+
+int main() {
+    ggml_moe_prefetch_set_os(&fake_os);
+
+    std::atomic<bool>        stop{false};
+    std::vector<std::thread> threads;
+
+    for (int m = 0; m < 4; m++) {
+        // one context per model
+        threads.emplace_back([&stop, m] {
+            t_graph g;
+            ggml_tensor * ids = g.ids(2, 8, {{ 1, 6 }});
+            for (int i = 0; i < 3; i++) {
+                g.add(GGML_OP_MUL_MAT_ID, g.weights(base(m) + i*8*8192, 8, 8192), ids);
+            }
+            while (!stop) {
+                g.run();
+            }
+        });
+        // its loader; the mapping is gone only after it was unregistered
+        threads.emplace_back([&stop, m] {
+            while (!stop) {
+                mapped[m] = true;
+                ggml_moe_prefetch_map_add((const void *) base(m), 1 << 20, -1);
+                std::this_thread::yield();
+                ggml_moe_prefetch_map_remove((const void *) base(m), 1 << 20);
+                mapped[m] = false;
+            }
+        });
+    }
+
+    for (int i = 0; i < 300; i++) {
+        CHECK(ggml_moe_prefetch_set_mode((enum ggml_moe_prefetch_mode) (i % GGML_MOE_PREFETCH_MODE_COUNT)));
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    stop = true;
+    for (auto & thread : threads) {
+        thread.join();
+    }
+
+    CHECK(n_requests > 0);
+    CHECK_EQ(t_counter("errors"), 0u); // no request ever met an unmapped address
+    return 0;
+}
