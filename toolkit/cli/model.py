@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
 import click
+
+from toolkit.console import GIB, byte_progress, note
 
 
 @click.group()
@@ -14,3 +22,143 @@ def model() -> None:
       moe-madv model synth demo.gguf --preset demo
       moe-madv model info demo.gguf --json
     """
+
+
+_OVERRIDE = re.compile(r"(?P<key>[^=]+)=(?:int:)?(?P<value>-?[0-9]{1,18})")
+
+
+def _parse_overrides(_ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]) -> dict[str, int]:
+    overrides = {}
+    for text in texts:
+        match = _OVERRIDE.fullmatch(text)
+        if match is None:
+            raise click.BadParameter(f"{text!r} is not KEY=NUMBER, such as qwen3moe.expert_used_count=4")
+        overrides[match["key"]] = int(match["value"])
+    return overrides
+
+
+@model.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "json_", is_flag=True, help="Print everything as JSON, sizes in bytes.")
+@click.option(
+    "--override",
+    "overrides",
+    multiple=True,
+    metavar="KEY=NUMBER",
+    callback=_parse_overrides,
+    help="Replace ARCH.expert_used_count, as llama.cpp's --override-kv does.",
+)
+@click.option("--tokens", type=click.IntRange(min=1), default=1, help="Expect the routed bytes of this many tokens.")
+def info(file: Path, json_: bool, overrides: dict[str, int], tokens: int) -> None:
+    """Show what a token reads of a model: always, by expert, by row, never.
+
+    FILE is a GGUF file, any shard of a split model, or a folder that holds one model. Only headers are read.
+
+    \b
+    Example:
+      moe-madv model info Qwen3-30B-A3B-Q4_K_M.gguf
+      moe-madv model info model-00002-of-00003.gguf --json
+      moe-madv model info demo.gguf --override qwen3moe.expert_used_count=4 --tokens 512
+    """
+    # Here, not above: numpy and gguf take longer to import than --help may take.
+    from toolkit.model.info import as_json, as_text
+    from toolkit.model.layout import read_model
+
+    layout = read_model(file, overrides)
+    if json_:
+        click.echo(json.dumps(as_json(layout, tokens), indent=2))
+        return
+    encoding = sys.stdout.encoding or "utf-8"
+    click.echo(as_text(layout, tokens).encode(encoding, "backslashreplace").decode(encoding))
+
+
+_COUNT = click.IntRange(min=1)
+
+
+@model.command()
+@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--preset", type=click.Choice(["tiny", "demo", "bench"]), default="demo", show_default=True)
+@click.option("--layers", type=_COUNT, help="Transformer blocks; with --replay the first ones of the trace.")
+@click.option("--experts", type=_COUNT, help="Experts in a layer.")
+@click.option("--top-k", type=_COUNT, help="Experts a token takes in a layer.")
+@click.option("--embd", type=_COUNT, help="Width of the residual stream.")
+@click.option("--ff", type=_COUNT, help="Width of one expert.")
+@click.option("--type", "type_", type=click.Choice(["Q4_0", "Q8_0", "Q4_K", "MXFP4"]), help="Of the experts.")
+@click.option("--prompt", type=_COUNT, help="Prompt tokens of the prescribed list.")
+@click.option("--decode", type=_COUNT, help="Decoded tokens of the prescribed list.")
+@click.option("--replay", type=click.Path(path_type=Path), metavar="TRACE.npz", help="Use a recorded routing.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--vocab", type=click.Path(path_type=Path), help="GGUF vocabulary.  [default: of the fetched llama.cpp]")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option("--dry-run", is_flag=True, help="Say what would be made; write nothing.")
+@click.option("--json", "json_", is_flag=True, help="Print parameters, size and routing statistics as JSON.")
+def synth(
+    out: Path,
+    preset: str,
+    type_: str | None,
+    replay: Path | None,
+    seed: int,
+    vocab: Path | None,
+    force: bool,
+    dry_run: bool,
+    json_: bool,
+    **sizes: int | None,
+) -> None:
+    """Make a model with random weights and prescribed routing, as large as a preset or as given.
+
+    OUT runs in any llama.cpp. Its metadata holds a token list; fed with it, every token takes exactly the experts
+    that a routing trace says: a generated one, as recent and as frequent as in real models, or a recorded one.
+    Sizes: tiny 9 MiB, demo 3 GiB, bench 8 GiB.
+
+    \b
+    Example:
+      moe-madv model synth demo.gguf
+      moe-madv model synth bench.gguf --preset bench --type Q8_0 --dry-run
+      moe-madv model synth replay.gguf --preset bench --replay trace.npz
+    """
+    from toolkit.model import synth as synthesis
+    from toolkit.model.routing import WINDOW, statistics
+
+    given = {name: value for name, value in sizes.items() if value is not None}
+    fixed = given.keys() & {"experts", "top_k", "prompt", "decode"}
+    if replay is not None and fixed:
+        raise click.UsageError(f"--replay fixes --{min(fixed).replace('_', '-')}; leave it out")
+    if type_ is not None:
+        shape = replace(synthesis.PRESETS[preset], **given, type=type_)
+    else:
+        shape = replace(synthesis.PRESETS[preset], **given)
+    shape, trace = synthesis.routing(shape, replay, seed)
+    made = synthesis.Synth(shape, trace, vocab=vocab or _fetched_vocabulary(), seed=seed, preset=preset)
+
+    note(
+        f"{out}: {made.nbytes / GIB:.2f} GiB; {shape.layers} layers, {shape.experts} {shape.type} experts, "
+        f"top {shape.top_k}; {shape.prompt} + {shape.decode} tokens"
+    )
+    if trace.n_filled:
+        note(f"{trace.source}: {trace.n_filled} rows were not recorded; they repeat other tokens of their layer")
+    stats = None
+    if shape.decode > WINDOW:
+        stats = statistics(trace.experts, trace.n_prompt, trace.n_expert)
+        note(
+            f"routing: adjacent Jaccard {stats.adjacent_jaccard:.2f}, seen in the last {WINDOW} tokens "
+            f"{stats.recent_reuse:.2f}, static top 1/8 {stats.static_coverage:.2f}, LRU hits at 20 / 30 % "
+            f"{stats.lru_hits[20]:.2f} / {stats.lru_hits[30]:.2f}"
+        )
+    if not dry_run:
+        with byte_progress() as progress:
+            task = progress.add_task(out.name, total=made.nbytes)
+            written = made.write(out, force=force, advance=lambda n: progress.advance(task, n))
+        note("written" if written else "already there, made with the same options")
+    if json_:
+        routing = None if stats is None else asdict(stats)
+        report = {"file": str(out), "bytes": made.nbytes, "parameters": made.parameters, "routing": routing}
+        click.echo(json.dumps(report, indent=2))
+    elif not dry_run:
+        click.echo(out)
+
+
+def _fetched_vocabulary() -> Path:
+    from toolkit.config import home
+    from toolkit.upstream import load_pin, pristine
+
+    return pristine(load_pin(), home()).llama / "models" / "ggml-vocab-qwen2.gguf"

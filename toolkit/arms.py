@@ -1,0 +1,114 @@
+"""An environment per arm, verified: the libraries that load there are those of the wheel."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit import cpuflags
+from toolkit.console import note
+from toolkit.errors import BuildError, MachineError, ToolkitError
+from toolkit.files import sha256_file, write_text
+from toolkit.process import run
+from toolkit.upstream import locked
+from toolkit.venv import create_venv, pip_install, venv_python
+from toolkit.wheelfile import Manifest, Wheel
+
+_STAMP = "moe-madv.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmEnv:
+    """A verified environment with one arm's wheel installed."""
+
+    python: Path  # start it with -I and a neutral working directory
+    label: str
+    manifest: Manifest
+
+
+def arm_environment(wheel: Wheel, home: Path) -> ArmEnv:
+    """The environment of a wheel, made on first use and made again when it is damaged.
+
+    Raises MachineError when this processor lacks instructions the wheel was compiled for (checked before
+    anything is loaded) and BuildError when what loads is not what the manifest says.
+    """
+    manifest = wheel.manifest
+    if absent := cpuflags.missing_flags(manifest.cpu_flags, cpuflags.host_flags()):
+        raise MachineError(
+            f"this processor lacks {', '.join(absent)}, for which the wheel was compiled",
+            where=wheel.path,
+            hint="moe-madv build --arm both --force",
+        )
+    directory = home / "arms" / f"{manifest.label}-{wheel.sha256[:12]}"
+    env = ArmEnv(python=venv_python(directory), label=manifest.label, manifest=manifest)
+    with locked(home / "arms"):
+        if not _is_intact(directory, wheel):
+            _install(directory, wheel)
+    return env
+
+
+def _is_intact(directory: Path, wheel: Wheel) -> bool:
+    """True when the stamp is of this wheel and the installed libraries still have their hashes."""
+    try:
+        stamp = json.loads((directory / _STAMP).read_text(encoding="utf-8"))
+        folder = Path(stamp["libraries"])
+        return (
+            stamp["wheel"] == wheel.sha256
+            and venv_python(directory).exists()
+            and all(sha256_file(folder / name) == h for name, h in wheel.manifest.libraries.items())
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _install(directory: Path, wheel: Wheel) -> None:
+    note(f"making the environment of {wheel.manifest.label}")
+    try:
+        python = create_venv(directory)
+        pip_install(python, wheel.path)
+        # A neutral directory and -I: a folder named llama_cpp where the user stands must not win.
+        probe = Path(__file__).with_name("probe.py")
+        facts = json.loads(run([python, "-I", probe, "binding"], cwd=directory).stdout)
+        if problems := mismatches(facts, wheel.manifest, directory):
+            raise BuildError(
+                f"the environment of {wheel.manifest.label} is not what its wheel says: " + "; ".join(problems),
+                where=directory,
+                hint="moe-madv build --arm both --force",
+            )
+        folder = Path(facts["module"]).parent / "lib"
+        stamp = {"wheel": wheel.sha256, "libraries": str(folder), "facts": facts}
+        # Written last: an environment without it is made again.
+        write_text(directory / _STAMP, json.dumps(stamp, indent=2) + "\n")
+    except ToolkitError:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+def mismatches(facts: Mapping[str, Any], manifest: Manifest, directory: Path) -> list[str]:
+    """Where the probe's answer in an environment differs from the manifest."""
+    root = directory.resolve()
+    folder = Path(facts["module"]).parent / "lib"
+    problems = []
+    if not folder.resolve().is_relative_to(root):
+        problems.append(f"llama_cpp was loaded from {facts['module']}")
+    loaded = facts["mapped"]
+    if loaded is not None:
+        problems += [f"{p} was loaded" for p in loaded if Path(p).parent != folder.resolve()]
+        if absent := sorted(manifest.libraries.keys() - {Path(p).name for p in loaded}):
+            problems.append(f"{', '.join(absent)} was not loaded")
+    problems += [
+        f"{name} has another sha256"
+        for name, sha256 in manifest.libraries.items()
+        if not (folder / name).is_file() or sha256_file(folder / name) != sha256
+    ]
+    if facts["version"] != manifest.version:
+        problems.append(f"version {facts['version']} is installed, not {manifest.version}")
+    if facts["payload"] != manifest.payload:
+        problems.append(f"payload {facts['payload']} is loaded, not {manifest.payload}")
+    if facts["commit"] is not None and not manifest.commit.startswith(facts["commit"]):
+        problems.append(f"the libraries are of llama.cpp {facts['commit']}, not {manifest.commit[:9]}")
+    return problems + list(facts["drift"])

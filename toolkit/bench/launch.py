@@ -1,0 +1,117 @@
+"""One worker process from start to end: its job, its budget, its rows, and why it failed if it did."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.bench.limits import Budget
+from toolkit.bench.plan import Arm
+from toolkit.errors import BenchError
+
+_WORKER = Path(__file__).with_name("worker.py")
+# Settings of these families change what an arm does, so an arm gets only its own.
+_FOREIGN = ("PYTHON", "MOE_MADV_", "LLAMA_", "GGML_", "OMP_", "GOMP_", "KMP_", "CUDA_")
+_LOG_TAIL = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one worker said. `reason` is None when it came to its end."""
+
+    loaded: dict[str, Any] | None
+    tests: tuple[dict[str, Any], ...]
+    tokens: tuple[int, ...]  # of a tokenize job
+    effective_budget: int | None
+    reason: str | None
+
+
+def launch(
+    arm: Arm, job: dict[str, Any], budget: Budget, on_test: Callable[[str], None] = lambda _: None
+) -> Outcome:
+    """Run a job in the arm's environment under the budget and collect its rows; never raises for a failed worker.
+
+    Raises BenchError when the arm is not what it claims to be (other mode or payload, experts not mapped):
+    a row of such a run would be filed under the wrong name.
+    """
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | arm.env
+    loaded: dict[str, Any] | None = None
+    tests: list[dict[str, Any]] = []
+    tokens: tuple[int, ...] = ()
+    effective: int | None = None
+    reason: str | None = None
+    done = False
+
+    with tempfile.TemporaryDirectory(prefix="moe-madv-") as folder:
+        job_file, log_file = Path(folder) / "job.json", Path(folder) / "log"
+        job_file.write_text(json.dumps(job), encoding="utf-8")
+        argv = budget.command([arm.python, "-I", _WORKER, job_file])
+        with log_file.open("wb") as log:
+            # a neutral folder: a llama_cpp directory where the user stands must not be imported
+            process = subprocess.Popen(argv, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=log)
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                row = json.loads(line)
+                event = row.pop("event")
+                if event == "loaded":
+                    loaded = row
+                    effective = budget.effective(process.pid) if budget.method != "none" else None
+                    _require_arm(arm, row)
+                elif event == "test":
+                    tests.append(row)
+                    on_test(row["test"])
+                elif event == "tokens":
+                    tokens = tuple(row["tokens"])
+                elif event == "error":
+                    reason = row["reason"] + (f"\n{row['log'].strip()}" if row["log"].strip() else "")
+                elif event == "done":
+                    done = True
+        finally:
+            process.kill()
+            code = process.wait()
+            process.stdout.close()
+        if not done and reason is None:
+            reason = _reason(code, budget, log_file)
+    return Outcome(
+        loaded=loaded,
+        tests=tuple(tests),
+        tokens=tokens,
+        effective_budget=effective,
+        reason=None if done else reason,
+    )
+
+
+def _require_arm(arm: Arm, loaded: dict[str, Any]) -> None:
+    for what, wanted in (("payload", arm.payload), ("mode", arm.mode)):
+        if loaded[what] != wanted:
+            raise BenchError(
+                f"arm {arm.name} runs with {what} {loaded[what]}, not {wanted}",
+                where=loaded["libraries"],
+                hint="build its wheel again: moe-madv build --backend cpu --arm both",
+            )
+    repacked = [name for name in loaded["buffers"] if "REPACK" in name]
+    if repacked:
+        raise BenchError(
+            f"arm {arm.name} copied weights into {', '.join(repacked)}: nothing is read from the mapping there",
+            where=loaded["libraries"],
+        )
+
+
+def _reason(code: int, budget: Budget, log_file: Path) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        if -code == signal.SIGKILL and budget.stat().get("oom_kills"):
+            return f"killed by the memory budget of {budget.nbytes} bytes ({name})"
+        reason = f"ended by {name}"
+    else:
+        reason = f"ended with exit code {code} before its last row"
+    tail = log_file.read_bytes()[-_LOG_TAIL:].decode("utf-8", "replace").strip()
+    return f"{reason}\n{tail}" if tail else reason

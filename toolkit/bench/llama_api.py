@@ -1,0 +1,249 @@
+"""Every ctypes call into llama_cpp, feature-detected, values read back. Runs inside an arm's environment.
+
+Imports nothing of the toolkit. Times nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+GGML_MAX_DIMS, GGML_MAX_OP_PARAMS, GGML_MAX_SRC, GGML_MAX_NAME = 4, 64, 10, 64
+
+
+class LlamaError(Exception):
+    """llama.cpp refused, or did not do what was asked."""
+
+
+class _Tensor(ctypes.Structure):
+    """struct ggml_tensor of ggml.h; checked against a known name before it is trusted."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("buffer", ctypes.c_void_p),
+        ("ne", ctypes.c_int64 * GGML_MAX_DIMS),
+        ("nb", ctypes.c_size_t * GGML_MAX_DIMS),
+        ("op", ctypes.c_int),
+        ("op_params", ctypes.c_int32 * (GGML_MAX_OP_PARAMS // 4)),
+        ("flags", ctypes.c_int32),
+        ("src", ctypes.c_void_p * GGML_MAX_SRC),
+        ("view_src", ctypes.c_void_p),
+        ("view_offs", ctypes.c_size_t),
+        ("data", ctypes.c_void_p),
+        ("name", ctypes.c_char * GGML_MAX_NAME),
+        ("extra", ctypes.c_void_p),
+    ]
+
+
+_SELECTION = re.compile(rb"^ffn_moe_topk-(\d+)$")  # build_moe_ffn in llama-graph.cpp
+
+
+def library_dir() -> Path:
+    """Folder of the shared libraries that this process has loaded."""
+    return Path(llama_cpp.__file__).parent / "lib"
+
+
+def _ggml_base() -> ctypes.CDLL:
+    """The ggml-base that libllama itself uses.
+
+    A wheel can hold the same library under several names, and opening another name loads a second copy with a
+    state of its own. On POSIX a symbol is looked up in the libraries that libllama depends on.
+    """
+    return ctypes.CDLL(str(library_dir() / "ggml-base.dll")) if os.name == "nt" else llama_cpp.llama_cpp._lib
+
+
+class Payload:
+    """The MoE prefetch payload of a patched build, by its C API."""
+
+    def __init__(self) -> None:
+        lib = _ggml_base()
+        self.present = hasattr(lib, "ggml_moe_prefetch_version")
+        if not self.present:
+            return
+        self._lib = lib
+        for name, result, args in (
+            ("version", ctypes.c_char_p, []),
+            ("get_mode", ctypes.c_int, []),
+            ("set_mode", ctypes.c_bool, [ctypes.c_int]),
+            ("mode_name", ctypes.c_char_p, [ctypes.c_int]),
+            ("counter_count", ctypes.c_int, []),
+            ("counter_name", ctypes.c_char_p, [ctypes.c_int]),
+            ("counter_value", ctypes.c_uint64, [ctypes.c_int]),
+            ("counter_reset", None, []),
+        ):
+            function = getattr(lib, f"ggml_moe_prefetch_{name}")
+            function.restype, function.argtypes = result, args
+
+    def version(self) -> str | None:
+        """Version of the payload, None in an unpatched build."""
+        return self._lib.ggml_moe_prefetch_version().decode() if self.present else None
+
+    def modes(self) -> list[str]:
+        """Names of the modes this build has, in the order of their numbers."""
+        names: list[str] = []
+        while self.present and (name := self._lib.ggml_moe_prefetch_mode_name(len(names))):
+            names.append(name.decode())
+        return names
+
+    def mode(self) -> str | None:
+        """Name of the mode in force."""
+        return self.modes()[self._lib.ggml_moe_prefetch_get_mode()] if self.present else None
+
+    def set_mode(self, name: str) -> None:
+        """Switch the mode of this process; raises LlamaError when the build has no such mode."""
+        if name not in self.modes():
+            raise LlamaError(f"this build has no mode {name!r}: it has {self.modes() or 'no payload'}")
+        self._lib.ggml_moe_prefetch_set_mode(self.modes().index(name))
+
+    def counters(self) -> dict[str, int] | None:
+        """All counters by name since the last reset."""
+        if not self.present:
+            return None
+        lib = self._lib
+        return {
+            lib.ggml_moe_prefetch_counter_name(i).decode(): lib.ggml_moe_prefetch_counter_value(i)
+            for i in range(lib.ggml_moe_prefetch_counter_count())
+        }
+
+    def reset(self) -> None:
+        if self.present:
+            self._lib.ggml_moe_prefetch_counter_reset()
+
+
+def capture_log(sink: Callable[[str], None]) -> object:
+    """Send llama.cpp's log lines to `sink`; the caller keeps the returned object alive, or the process crashes."""
+
+    @llama_cpp.llama_log_callback
+    def callback(_level: int, text: bytes, _user: object) -> None:
+        sink(text.decode("utf-8", "replace"))
+
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    return callback
+
+
+def _set(params: Any, name: str, value: Any) -> None:
+    setattr(params, name, value)
+    if getattr(params, name) != value:
+        raise LlamaError(f"{type(params).__name__}.{name} is {getattr(params, name)!r}, asked for {value!r}")
+
+
+def _check_layout(model_params: Any, context_params: Any) -> None:
+    """Defaults that are certain in every llama.cpp: a ctypes struct that does not match shows other values."""
+    seen = (
+        model_params.vocab_only,
+        model_params.check_tensors,
+        context_params.n_batch,
+        context_params.n_ubatch,
+    )
+    if seen != (False, False, 2048, 512):
+        raise LlamaError(f"the binding's structs do not match its library: defaults read back as {seen}")
+
+
+class Session:
+    """One model, mapped and not repacked, with one context of one sequence."""
+
+    def __init__(
+        self, model: str, *, n_ctx: int, n_batch: int, n_ubatch: int, n_threads: int, trace: bool = False
+    ) -> None:
+        llama_cpp.llama_backend_init()
+        model_params = llama_cpp.llama_model_default_params()
+        context_params = llama_cpp.llama_context_default_params()
+        _check_layout(model_params, context_params)
+
+        fields = {name for name, *_ in model_params._fields_}
+        _set(model_params, "n_gpu_layers", 0)
+        if "load_mode" in fields:  # since 2026-07-23
+            _set(model_params, "load_mode", llama_cpp.LLAMA_LOAD_MODE_MMAP)
+        else:
+            _set(model_params, "use_mmap", True)
+            _set(model_params, "use_mlock", False)
+        if "use_extra_bufts" in fields:
+            # repacking would copy the experts out of the mapping into anonymous memory
+            _set(model_params, "use_extra_bufts", False)
+
+        _set(context_params, "n_ctx", n_ctx)
+        _set(context_params, "n_batch", n_batch)
+        _set(context_params, "n_ubatch", n_ubatch)
+        _set(context_params, "n_threads", n_threads)
+        _set(context_params, "n_threads_batch", n_threads)
+        _set(context_params, "flash_attn_type", 0)  # LLAMA_FLASH_ATTN_TYPE_DISABLED
+        _set(context_params, "no_perf", True)
+
+        self.selected: list[tuple[int, np.ndarray]] = []
+        if trace:
+            self._callback = llama_cpp.llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
+            context_params.cb_eval = self._callback
+
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(model), model_params)
+        if not self._model:
+            raise LlamaError(f"llama.cpp could not load {model}")
+        self._context = llama_cpp.llama_init_from_model(self._model, context_params)
+        if not self._context:
+            raise LlamaError(f"llama.cpp could not make a context of {n_ctx} tokens for {model}")
+        self._vocab = llama_cpp.llama_model_get_vocab(self._model)
+        self.n_vocab = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
+
+    def _on_node(self, pointer: int, ask: bool, _user: object) -> bool:
+        tensor = ctypes.cast(pointer, ctypes.POINTER(_Tensor)).contents
+        found = _SELECTION.match(tensor.name)
+        if ask or found is None:
+            return found is not None
+        n_used, n_tokens = tensor.ne[0], tensor.ne[1]
+        ids = np.empty((n_tokens, n_used), dtype=np.int32)
+        for i in range(n_tokens):
+            # a view of the sorted row of all experts: rows are nb[1] apart
+            row = (ctypes.c_int32 * n_used).from_address(tensor.data + i * tensor.nb[1])
+            ids[i] = row
+        self.selected.append((int(found.group(1)), ids))
+        return True
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids of a text, with the model's own begin-of-sequence rule."""
+        data = text.encode()
+        room = len(data) + 8
+        tokens = (llama_cpp.llama_token * room)()
+        n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, room, True, False)
+        if n < 0:
+            raise LlamaError(f"tokenizer needs {-n} tokens for {len(data)} bytes")
+        return list(tokens[:n])
+
+    def decode(self, tokens: list[int], position: int) -> None:
+        """Evaluate tokens at the given positions of the sequence and wait; only the last one gives logits."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            if not 0 <= token < self.n_vocab:
+                raise LlamaError(f"token {token} is outside the vocabulary of {self.n_vocab}")
+            batch.token[i] = token
+            batch.pos[i] = position + i
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = 0
+            batch.logits[i] = i == len(tokens) - 1
+        result = llama_cpp.llama_decode(self._context, batch)
+        if result != 0:
+            raise LlamaError(f"llama_decode returned {result} at position {position}")
+        llama_cpp.llama_synchronize(self._context)
+
+    def logits(self) -> np.ndarray:
+        """Logits of the last evaluated token, float32 [n_vocab], valid until the next decode."""
+        pointer = llama_cpp.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
+
+    def take_selected(self) -> dict[int, np.ndarray]:
+        """Expert ids chosen since the last call, by layer: int32 [token, n_expert_used], physical batches joined."""
+        taken, self.selected = self.selected, []
+        layers = sorted({layer for layer, _ in taken})
+        return {layer: np.concatenate([ids for other, ids in taken if other == layer]) for layer in layers}
+
+    def close(self) -> None:
+        llama_cpp.llama_batch_free(self._batch)
+        llama_cpp.llama_free(self._context)
+        llama_cpp.llama_model_free(self._model)

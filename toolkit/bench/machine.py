@@ -1,0 +1,205 @@
+"""What this machine and the model's disk are, as far as they change a result."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from toolkit.bench.disk import MEMORY_FILESYSTEMS, Storage, read, storage_of
+from toolkit.console import GIB, MIB
+from toolkit.errors import MachineError
+
+_NETWORK_FILESYSTEMS = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "drvfs", "glusterfs", "lustre", "nfs", "nfs4", "smb3", "virtiofs"}
+)
+# From here on one fault can read more than a typical expert matrix; Linux defaults to 128.
+LARGE_READ_AHEAD_KB = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """Stored once per machine and compared between rows; holds no host name and no user name."""
+
+    name: str  # folder under results/
+    cpu: str
+    logical_cores: int
+    usable_cores: int  # by CPU affinity
+    memory_bytes: int
+    swap_bytes: int
+    memlock_bytes: int | None  # RLIMIT_MEMLOCK; None: unlimited or unknown
+    os: str
+    kernel: str
+    page_size: int
+    governor: str | None
+    transparent_hugepages: str | None
+    virtualization: tuple[str, ...]  # of "vm", "container", "wsl1", "wsl2"
+    numa_nodes: int
+    numa_policy: str | None
+    storage: Storage
+
+
+def facts(path: Path, *, root: Path = Path("/")) -> MachineFacts:
+    """Facts of the machine and of the storage under `path`; `root` holds proc, sys and etc."""
+    proc, sys_ = root / "proc", root / "sys"
+    meminfo = dict(line.split(":", 1) for line in (read(proc / "meminfo") or "").splitlines() if ":" in line)
+    memory = _kib(meminfo.get("MemTotal")) or int(psutil.virtual_memory().total)
+    swap = _kib(meminfo.get("SwapTotal"))
+    cpuinfo = read(proc / "cpuinfo") or ""
+    cpu = _cpu_model(cpuinfo, root)
+    cores = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE)) or os.cpu_count() or 1
+    kernel = read(proc / "sys/kernel/osrelease") or platform.release()
+    return MachineFacts(
+        name=machine_name(cpu, cores, memory),
+        cpu=cpu,
+        logical_cores=cores,
+        usable_cores=_usable_cores(cores),
+        memory_bytes=memory,
+        swap_bytes=int(psutil.swap_memory().total) if swap is None else swap,
+        memlock_bytes=_memlock(),
+        os=_os_name(root),
+        kernel=kernel,
+        page_size=mmap.PAGESIZE,
+        governor=_governor(sys_),
+        transparent_hugepages=_selected(read(sys_ / "kernel/mm/transparent_hugepage/enabled")),
+        virtualization=_virtualization(root, cpuinfo, kernel),
+        numa_nodes=len(list(sys_.glob("devices/system/node/node[0-9]*"))) or 1,
+        numa_policy=_numa_policy(proc),
+        storage=storage_of(path, root=root),
+    )
+
+
+# --- CPU, memory and system
+
+
+def machine_name(cpu: str, cores: int, memory_bytes: int) -> str:
+    """A folder name such as `xeon-2c-24g`; MOE_MADV_MACHINE replaces it."""
+    if chosen := os.environ.get("MOE_MADV_MACHINE"):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", chosen):
+            raise MachineError(
+                f"MOE_MADV_MACHINE is not usable as a folder name: {chosen!r}",
+                hint="use letters, digits, '-', '_' and '.', starting with a letter or digit",
+            )
+        return chosen
+    text = re.sub(r"\((r|tm)\)|@.*|\b(with|w/).*", " ", cpu.lower())
+    text = re.sub(r"\b(\d+th gen|\S+-cores?|intel|amd|cpu|processor)\b", " ", text)
+    words = re.findall(r"[a-z0-9]+", text)[:5]
+    return "-".join([*(words or ["cpu"]), f"{cores}c", f"{round(memory_bytes / GIB)}g"])
+
+
+def _kib(text: str | None) -> int | None:
+    return None if text is None else int(text.split()[0]) * 1024
+
+
+def _selected(text: str | None) -> str | None:
+    """The bracketed word of `always [madvise] never`."""
+    match = re.search(r"\[(.+?)\]", text or "")
+    return match[1] if match else None
+
+
+def _cpu_model(cpuinfo: str, root: Path) -> str:
+    if match := re.search(r"^(?:model name|cpu model)\s*:\s*(.+)$", cpuinfo, re.MULTILINE):
+        return match[1].strip()
+    # arm64 prints no model name; boards say what they are in the device tree.
+    board = read(root / "proc/device-tree/model")
+    return board or platform.processor() or platform.machine() or "unknown"
+
+
+def _usable_cores(cores: int) -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+
+
+def _memlock() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource  # POSIX only
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _os_name(root: Path) -> str:
+    match = re.search(r'^PRETTY_NAME="?(.*?)"?$', read(root / "etc/os-release") or "", re.MULTILINE)
+    return match[1] if match else platform.platform(terse=True)
+
+
+def _governor(sys_: Path) -> str | None:
+    paths = sys_.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
+    return ", ".join(sorted({g for path in paths if (g := read(path))})) or None
+
+
+def _virtualization(root: Path, cpuinfo: str, kernel: str) -> tuple[str, ...]:
+    found = []
+    if "microsoft" in kernel.lower():
+        found.append("wsl2" if "wsl2" in kernel.lower() else "wsl1")
+    elif re.search(r"^flags\s*:.*\bhypervisor\b", cpuinfo, re.MULTILINE):
+        found.append("vm")
+    groups = read(root / "proc/1/cgroup") or ""
+    marks = (root / ".dockerenv", root / "run/.containerenv")
+    if any(m.exists() for m in marks) or re.search(r"docker|kubepods|containerd|lxc|libpod", groups):
+        found.append("container")
+    return tuple(found)
+
+
+def _numa_policy(proc: Path) -> str | None:
+    """The memory policy of this process, e.g. `default` or `interleave:0-1` (second word of a mapping)."""
+    words = (read(proc / "self/numa_maps") or "").split(maxsplit=2)
+    return words[1] if len(words) > 1 else None
+
+
+# --- What it means for a result
+
+
+def warnings(facts: MachineFacts) -> list[str]:
+    """One plain sentence per condition that changes a result, saying how."""
+    disk = facts.storage
+    kind, device, virtual = disk.filesystem or "", disk.device or "", facts.virtualization
+    said = [
+        kind in MEMORY_FILESYSTEMS
+        and f"The model is on {kind}: its pages are memory, so no run can be cold and no disk is measured.",
+        kind in _NETWORK_FILESYSTEMS
+        and f"The model is on {kind}, served by another system: its cache and the link decide the read "
+        "times, and a cold run is cold on this side only.",
+        kind.startswith("fuse")
+        and f"The model is on {kind}: each read passes a user process, which costs CPU time and may cache.",
+        kind == "overlay"
+        and "The model is on an overlay: the disk below it, and so its read-ahead, is not known here.",
+        disk.loop_on in MEMORY_FILESYSTEMS
+        and f"{device} is a loop device on {disk.loop_on}: reads have the speed of memory, not of a disk.",
+        disk.loop_on not in (None, *MEMORY_FILESYSTEMS)
+        and not disk.loop_direct_io
+        and f"{device} is a loop device and its file may be cached: an evicted model can come from memory.",
+        device.startswith(("ram", "zram", "pmem")) and f"{device} is memory: no disk is measured.",
+        # Virtual disks often call themselves rotating.
+        disk.rotational and not virtual and f"{device} is a rotating disk: seeks, not bytes, decide the decode time.",
+        (disk.read_ahead_kb or 0) >= LARGE_READ_AHEAD_KB
+        and f"Read-ahead is {disk.read_ahead_kb} KiB: a page fault of the stock arm reads up to that much, "
+        "mostly of experts that were not selected; compare only rows with the same setting.",
+        facts.swap_bytes > 0
+        and f"Swap is on ({facts.swap_bytes / GIB:.1f} GiB): memory without a budget can move there, "
+        "and reading it back counts as disk time.",
+        facts.numa_nodes > 1
+        and f"There are {facts.numa_nodes} memory nodes (policy {facts.numa_policy or 'unknown'}): a page "
+        "stays on the node that read it first, so prefetching and earlier runs decide later speed; pin all "
+        "arms alike with numactl.",
+        facts.governor not in (None, "performance")
+        and f"The CPU governor is {facts.governor}: the clock follows the load, so short runs start slow.",
+        facts.usable_cores < facts.logical_cores
+        and f"Only {facts.usable_cores} of {facts.logical_cores} cores may be used: more threads are slower.",
+        facts.memlock_bytes is not None
+        and f"At most {facts.memlock_bytes / MIB:.2f} MiB can be locked without privilege (ulimit -l): "
+        "an arm that locks more fails.",
+        bool({"wsl1", "wsl2"} & set(virtual))
+        and "This is WSL: Windows may cache the disk, so a cold run is cold on the Linux side only.",
+        "vm" in virtual
+        and "This is a virtual machine: the host may cache the disk and share the cores, so expect noise.",
+        "container" in virtual
+        and "This is a container: its host's other work shares the disk, the page cache and the cores.",
+    ]
+    return [sentence for sentence in said if isinstance(sentence, str)]

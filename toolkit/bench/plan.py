@@ -1,0 +1,66 @@
+"""What a comparison will run: arms, tests, order, forced tokens. Pure data, decided before anything is measured."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+STOCK = "stock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One side of a comparison: a runtime and the environment it is started with."""
+
+    name: str
+    python: Path  # interpreter of the arm's own environment
+    label: str  # local version label of its wheel, such as base.cpu
+    wheel_sha256: str
+    payload: str | None  # version of the payload the wheel carries, None when unpatched
+    mode: str | None  # payload mode that must be in force, None when unpatched
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The forced token list: the same in every arm, so that routing is the same."""
+
+    prompt: tuple[int, ...]
+    gen: tuple[int, ...]
+    source: str  # where they come from, for the record
+    experts: np.ndarray | None = None  # prescribed expert ids [token, layer, k] of a synthetic model
+
+    @property
+    def all(self) -> list[int]:
+        return [*self.prompt, *self.gen]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(np.array(self.all, dtype="<i4").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One fresh process: `position` counts over the whole run."""
+
+    block: int
+    position: int
+    arm: str
+
+
+def order(arms: Sequence[str], blocks: int) -> list[Step]:
+    """Each block holds every arm once, forwards and backwards in turn (A B, B A, …): linear drift cancels out."""
+    steps: list[Step] = []
+    for block in range(blocks):
+        for arm in arms if block % 2 == 0 else reversed(arms):
+            steps.append(Step(block=block, position=len(steps), arm=arm))
+    return steps
+
+
+def test_names(n_prompt: int, n_gen: int) -> list[str]:
+    """llama-bench's names: pp64, tg48."""
+    return [f"pp{n_prompt}"] * (n_prompt > 0) + [f"tg{n_gen}"] * (n_gen > 0)

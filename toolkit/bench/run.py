@@ -1,0 +1,325 @@
+"""The whole of `bench run`: header, checks, then one fresh process per step, every row on disk as it comes."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from toolkit import __version__, results
+from toolkit.bench import check, limits, machine, pagecache, plan, storage
+from toolkit.bench.launch import Outcome, launch
+from toolkit.bench.plan import Arm, Step, Tokens
+from toolkit.console import MIB, note
+from toolkit.errors import BenchError, ResultsError
+from toolkit.model.layout import ModelLayout, needed_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What all arms share."""
+
+    budget_bytes: int | None
+    blocks: int
+    n_threads: int
+    n_batch: int
+    n_ubatch: int
+    cold: bool  # evict the model before each run
+    minutes: float | None = None  # start no further block after this time
+
+
+def job_of(layout: ModelLayout, conditions: Conditions, n_tokens: int) -> dict[str, Any]:
+    """The worker's settings that do not depend on arm or tokens."""
+    return {
+        "model": str(layout.shards[0].path.resolve()),
+        "n_ctx": max(256, -(-n_tokens // 256) * 256),
+        "n_batch": conditions.n_batch,
+        "n_ubatch": conditions.n_ubatch,
+        "n_threads": conditions.n_threads,
+    }
+
+
+def run(
+    layout: ModelLayout,
+    arms: Sequence[Arm],
+    tokens: Tokens,
+    conditions: Conditions,
+    out: Path,
+    *,
+    pin: str,
+    series: str,
+) -> None:
+    """Measure all arms into the results file `out`, continuing it when it holds the same plan.
+
+    Raises BenchError when outputs cannot be checked or a budget is not enforced, ResultsError when `out` holds
+    another run.
+    """
+    paths = [shard.path for shard in layout.shards]
+    method = limits.detect()
+    if conditions.budget_bytes is not None and method.name != "none":
+        limits.prove_enforced(method)
+    header = _header(layout, arms, tokens, conditions, method.name, pin=pin, series=series)
+    header, done, checked = _continue(out, header)
+    job = job_of(layout, conditions, len(tokens.all))
+    steps = [
+        step for step in plan.order([arm.name for arm in arms], conditions.blocks) if _key(step) not in done
+    ]
+    if not steps:
+        note(f"{out} is complete: all {conditions.blocks} blocks are there")
+        return
+
+    with results.Writer(out, header, resume=out.exists()) as writer:
+        if not checked:
+            checked = _check(layout, arms, tokens, job, header["run_id"])
+            writer.write(*checked)
+        for row in checked:
+            note(f"check  {row['arm']:<8} {row['text']}")
+        if not checked[0]["outputs_equal"]:
+            raise BenchError(f"the baseline's output is not usable: {checked[0]['text']}", where=paths[0])
+        needed = {test: checked[0]["needed_bytes"].get(test) for test in header["plan"]["tests"]}
+        compute_ms = checked[0]["decode_ms"] if checked[0]["decode_read_bytes"] == 0 else None
+        disk_mib_s = storage.random_read_mib_s(paths[0])
+
+        by_name = {arm.name: arm for arm in arms}
+        total = len(arms) * conditions.blocks
+        started = time.monotonic()
+        for step in steps:
+            elapsed = (time.monotonic() - started) / 60
+            if (
+                conditions.minutes is not None
+                and step.position % len(arms) == 0
+                and elapsed >= conditions.minutes
+            ):
+                note(f"stopped after {elapsed:.1f} minutes; the same command continues")
+                break
+            evicted = pagecache.evict(paths) if conditions.cold else None
+            with limits.memory_budget(conditions.budget_bytes, method=method) as budget:
+                outcome = launch(
+                    by_name[step.arm], {**job, "tokens": tokens.all, "n_prompt": len(tokens.prompt)}, budget
+                )
+                stat = budget.stat()
+            common = {
+                "kind": "sample",
+                "run_id": header["run_id"],
+                "block": step.block,
+                "position": step.position,
+                "arm": step.arm,
+                "test_time": _now(),
+                "model_filename": paths[0].name,
+                "model_size": header["model"]["size"],
+                "n_threads": conditions.n_threads,
+                "n_batch": conditions.n_batch,
+                "n_ubatch": conditions.n_ubatch,
+                "n_depth": 0,
+                "cold": evicted.cold if evicted else False,
+                "why_warm": evicted.why_warm if evicted else "page cache left as it was",
+                "resident_share": _share(evicted),
+                "budget_bytes": budget.nbytes,
+                "budget_method": budget.method,
+                "effective_budget_bytes": outcome.effective_budget,
+                "peak_memory": stat["peak_bytes"],
+                "refaults": stat["refault_file_pages"],
+                "read_ahead_kb": machine.facts(paths[0]).storage.read_ahead_kb,
+                "disk_mib_s": disk_mib_s,
+            }
+            rows = _samples(common, header["plan"]["tests"], outcome, tokens, needed, compute_ms)
+            writer.write(*rows)
+            note(f"[{step.position + 1}/{total}] {step.arm:<8} {_line(rows)}")
+
+
+def _key(step: Step) -> tuple[int, int]:
+    return step.block, step.position
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _share(evicted: pagecache.EvictResult | None) -> float | None:
+    if evicted is None or evicted.resident_after is None:
+        return None
+    return evicted.resident_after / max(evicted.total, 1)
+
+
+def _header(
+    layout: ModelLayout,
+    arms: Sequence[Arm],
+    tokens: Tokens,
+    conditions: Conditions,
+    method: str,
+    *,
+    pin: str,
+    series: str,
+) -> dict[str, Any]:
+    first = layout.shards[0].path
+    facts = dataclasses.asdict(machine.facts(first))
+    return {
+        "kind": "run",
+        "format": results.FORMAT,
+        "run_id": uuid.uuid4().hex[:12],
+        "created": _now(),
+        "toolkit_version": __version__,
+        "pin": pin,
+        "series": series,
+        "model": {
+            "filename": first.name,
+            "size": sum(shard.path.stat().st_size for shard in layout.shards),
+            "architecture": layout.architecture,
+            "layers": len(layout.layers),
+            "experts": max((layer.experts for layer in layout.layers), default=0),
+            "top_k": max((layer.top_k for layer in layout.layers), default=0),
+            "routed_bytes_per_token": layout.routed_bytes_per_token,
+        },
+        "plan": {
+            "arms": [arm.name for arm in arms],
+            "tests": plan.test_names(len(tokens.prompt), len(tokens.gen)),
+            "blocks": conditions.blocks,
+            "n_prompt": len(tokens.prompt),
+            "n_gen": len(tokens.gen),
+            "n_threads": conditions.n_threads,
+            "n_batch": conditions.n_batch,
+            "n_ubatch": conditions.n_ubatch,
+            "budget_bytes": conditions.budget_bytes,
+            "budget_method": "none" if conditions.budget_bytes is None else method,
+            "cold": conditions.cold,
+            "tokens_sha256": tokens.sha256,
+            "tokens_source": tokens.source,
+        },
+        # read-ahead and kernel at the top too, where rows are compared
+        "machine": {**facts, "read_ahead_kb": facts["storage"]["read_ahead_kb"]},
+        "arms": {
+            arm.name: {
+                "label": arm.label,
+                "wheel_sha256": arm.wheel_sha256,
+                "payload": arm.payload,
+                "mode": arm.mode,
+                "env": arm.env,
+            }
+            for arm in arms
+        },
+    }
+
+
+def _continue(
+    out: Path, header: dict[str, Any]
+) -> tuple[dict[str, Any], set[tuple[int, int]], list[dict[str, Any]]]:
+    """The header to use, the steps already measured, and the check rows already there."""
+    if not out.exists() or out.stat().st_size == 0:
+        return header, set(), []
+    (found,) = results.read([out])
+    for part in ("model", "plan", "arms", "pin", "series"):
+        if found.header.get(part) != header[part]:
+            before, now = found.header.get(part), header[part]
+            keys = (
+                sorted(k for k in {*before, *now} if before.get(k) != now.get(k))
+                if isinstance(now, dict)
+                else []
+            )
+            raise ResultsError(
+                f"the file holds a run with another {part}" + (f" ({', '.join(keys)})" if keys else ""),
+                where=out,
+                hint="choose another --out, or repeat the command that made the file",
+            )
+    done = results.finished(found)
+    note(f"continuing {out}: {len(done)} of {header['plan']['blocks'] * len(header['arms'])} runs are there")
+    return found.header, done, list(found.checks)
+
+
+def _check(
+    layout: ModelLayout, arms: Sequence[Arm], tokens: Tokens, job: dict[str, Any], run_id: str
+) -> list[dict[str, Any]]:
+    """Check rows of all arms; the baseline's also holds what a real run needed to read per test."""
+    job = {**job, "n_prompt": len(tokens.prompt)}
+    with limits.memory_budget(None) as unlimited:
+        note("check  expert selection of the baseline")
+        blocks = [layer.block for layer in layout.layers]
+        top_k = max((layer.top_k for layer in layout.layers), default=0)
+        experts = check.trace_experts(arms[0], tokens, job, unlimited, blocks, top_k)
+        rows = check.check_arms(arms, tokens, job, unlimited)
+
+    n_prompt = len(tokens.prompt)
+    spans = {"pp": experts[:n_prompt], "tg": experts[n_prompt:]}
+    tests = plan.test_names(n_prompt, len(tokens.gen))
+    rows[0]["needed_bytes"] = {test: needed_bytes(layout, spans[test[:2]]) for test in tests}
+    if tokens.experts is not None:
+        rows[0]["experts_match"] = check.matches_prescription(experts, tokens.experts)
+        same = "the prescribed ones" if rows[0]["experts_match"] else "NOT the prescribed ones"
+        rows[0]["text"] = f"experts selected are {same}"
+    else:
+        rows[0]["text"] = "baseline"
+    return [{"kind": "check", "run_id": run_id, **row} for row in rows]
+
+
+def _samples(
+    common: dict[str, Any],
+    planned: Sequence[str],
+    outcome: Outcome,
+    tokens: Tokens,
+    needed: dict[str, int | None],
+    compute_ms: float | None,
+) -> list[dict[str, Any]]:
+    rows = []
+    for test in outcome.tests:
+        is_decode = test["test"].startswith("tg")
+        n = sum(test["n_tokens"])
+        ns = test["ns"]
+        token_ms = [x / 1e6 for x in ns]
+        per_token = [1e9 * k / x for k, x in zip(test["n_tokens"], ns, strict=True)]
+        read, want = test["read_bytes"], needed[test["test"]]
+        failed = (
+            outcome.reason if outcome.reason else None if test["logits_finite"] else "logits are not finite"
+        )
+        rows.append(
+            common
+            | {
+                "test": test["test"],
+                "status": "failed" if failed else "ok",
+                "reason": failed,
+                "n_prompt": 0 if is_decode else len(tokens.prompt),
+                "n_gen": len(tokens.gen) if is_decode else 0,
+                "avg_ns": sum(ns),
+                "avg_ts": 1e9 * n / sum(ns),
+                "stddev_ts": statistics.stdev(per_token) if len(per_token) > 1 else 0.0,
+                "samples_ns": [sum(ns)],
+                "token_ms": token_ms,
+                "p50_ms": float(np.percentile(token_ms, 50)) if is_decode else None,
+                "p95_ms": float(np.percentile(token_ms, 95)) if is_decode else None,
+                "read_bytes": read,
+                "mib_per_token": None if read is None else read / MIB / n,
+                "needed_bytes": want,
+                "read_amplification": read / want if read is not None and want else None,
+                "major_faults": test["major_faults"],
+                "minor_faults": test["minor_faults"],
+                "cpu_s": test["cpu_s"],
+                "logits_sha256": test["logits_sha256"],
+                "hints": test["hints"],
+                "compute_ms_per_token": compute_ms if is_decode else None,
+                "load_s": outcome.loaded["load_s"] if outcome.loaded else None,
+                "load_read_bytes": outcome.loaded["load_read_bytes"] if outcome.loaded else None,
+                "buffers": outcome.loaded["buffers"] if outcome.loaded else None,
+            }
+        )
+    missing = [name for name in planned if name not in {row["test"] for row in rows}]
+    reason = outcome.reason or "the worker left the test out"
+    rows += [common | {"test": name, "status": "failed", "reason": reason} for name in missing]
+    return rows
+
+
+def _line(rows: Sequence[dict[str, Any]]) -> str:
+    parts = []
+    for row in rows:
+        if row["status"] == "ok":
+            mib = "" if row["mib_per_token"] is None else f", {row['mib_per_token']:.0f} MiB/token"
+            parts.append(f"{row['test']} {row['avg_ts']:.2f} t/s{mib}")
+        else:
+            parts.append(f"{row['test']} failed: {row['reason'].splitlines()[0]}")
+    return " · ".join(parts)
+

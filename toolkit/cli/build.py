@@ -1,0 +1,100 @@
+"""`moe-madv build`: llama-cpp-python wheels of both arms."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import click
+
+from toolkit import config, wheel
+from toolkit.backends import BACKENDS, get_backend
+from toolkit.buildplan import Plan, plan_build
+from toolkit.console import MIB, note
+from toolkit.series import load_series
+from toolkit.upstream import load_pin, tree_dir
+from toolkit.wheelfile import Wheel
+
+
+@click.command()
+@click.option("--backend", type=click.Choice(list(BACKENDS)), default="cpu", show_default=True)
+@click.option("--arm", type=click.Choice(["baseline", "patched", "both"]), default="both", show_default=True)
+@click.option("--force", is_flag=True, help="Build again although a finished wheel is there.")
+@click.option("--dry-run", is_flag=True, help="Print key, options and commands; build nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+def build(backend: str, arm: str, force: bool, dry_run: bool, as_json: bool) -> None:
+    """Build the wheel of one arm, or of both with the same options.
+
+    Options for cmake beyond the backend's own come from CMAKE_ARGS and go to both arms. A finished wheel
+    with the same key (pin, series, options, compiler) is used again.
+
+    \b
+    Example:
+      moe-madv build --backend cpu --arm both
+      moe-madv build --arm patched --dry-run
+    """
+    home, pin = config.home(), load_pin()
+    series = load_series(config.patches_dir()) if arm != "baseline" else None
+    arms = ("baseline", "patched") if arm == "both" else (arm,)
+    plans = [
+        plan_build(a, get_backend(backend), pin, series if a == "patched" else None, home)  # type: ignore[arg-type]
+        for a in arms
+    ]
+    if dry_run:
+        for plan in plans:
+            if tree_dir(plan.pin, plan.arm, home).is_dir():
+                wheel.source_tree(plan)  # a tree that is not the planned one is reported before a build
+        shown = [_plan_json(plan) for plan in plans]
+        click.echo(json.dumps({"plans": shown}, indent=2) if as_json else "\n\n".join(map(_plan_text, plans)))
+        return
+    wheels = []
+    for plan in plans:
+        reused = not force and wheel.finished(plan) is not None
+        note(f"{plan.label}: {'already built' if reused else f'building, log in {plan.log}'}")
+        wheels.append((wheel.build_wheel(plan, force=force), reused))
+    if as_json:
+        rows = [{"path": str(w.path), "reused": reused, **w.to_json()} for w, reused in wheels]
+        click.echo(json.dumps({"wheels": rows}, indent=2))
+    else:
+        click.echo("\n".join(_summary(w, reused) for w, reused in wheels))
+
+
+def _summary(w: Wheel, reused: bool) -> str:
+    took = f"{w.build.seconds:.0f} s" + (" (earlier)" if reused else "")
+    if w.build.objects is not None:
+        took += f", ccache {w.build.ccache_hits}/{w.build.objects}"
+    return f"{w.path}\n  {w.bytes / MIB:.1f} MiB  {took}  sha256 {w.sha256}"
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "arm": plan.arm,
+        "label": plan.label,
+        "version": plan.version,
+        "key": plan.key,
+        "pin": plan.pin.commit,
+        "series": plan.series.digest if plan.series else None,
+        "tree": str(tree_dir(plan.pin, plan.arm, plan.home)),
+        "wheels": str(plan.wheels),
+        "finished": wheel.finished(plan) is not None,
+        "compiler": plan.toolchain.compiler,
+        "install": list(plan.toolchain.install),
+        "defines": plan.defines,
+        "cmake_args": list(plan.cmake_args),
+        "environment": plan.environment,
+        "command": plan.command,
+    }
+
+
+def _plan_text(plan: Plan) -> str:
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in plan.environment.items())
+    lines = [
+        f"# {plan.version}  key {plan.key}",
+        f"# wheel: {plan.wheels}" + ("  (finished, would be used)" if wheel.finished(plan) else ""),
+        f"# compiler: {plan.toolchain.compiler}",
+    ]
+    if plan.toolchain.install:
+        lines.append(f"# from the package index first: {' '.join(plan.toolchain.install)}")
+    lines.append(f"# source: {tree_dir(plan.pin, plan.arm, plan.home)}, copied to {plan.work / 'src'}")
+    return "\n".join([*lines, f"{settings} {shlex.join(plan.command)}"])

@@ -1,0 +1,170 @@
+"""`moe-madv patch`: the series on a source tree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from toolkit import patching
+from toolkit.config import home, patches_dir
+from toolkit.console import note
+from toolkit.errors import PatchError
+from toolkit.patching import State, TreeStatus
+from toolkit.replay import HookStatus
+from toolkit.series import load_series
+from toolkit.upstream import LLAMA, arm_tree, load_pin, locate, pristine, tree_dir
+
+_tree = click.option(
+    "--tree",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A llama.cpp tree, or a binding tree with one inside; default: the toolkit's own patched tree.",
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+@click.group()
+def patch() -> None:
+    """Apply the series to the pinned upstream, and say what state a tree is in.
+
+    \b
+    Example:
+      moe-madv patch apply
+      moe-madv patch status --json
+    """
+
+
+@patch.command()
+@_tree
+@click.option("--reset", is_flag=True, help="Take a half-applied tree back to the pin first.")
+@_json
+def apply(tree: Path | None, reset: bool, as_json: bool) -> None:
+    """Put the series on a tree at the pin, all of it or nothing.
+
+    A tree that has the series is left alone. With --reset, the changes a half-applied tree loses are kept
+    as a patch file; a tree with work of yours is never changed.
+
+    \b
+    Example:
+      moe-madv patch apply
+      moe-madv patch apply --tree ~/src/llama.cpp
+    """
+    pin = load_pin()
+    series = load_series(patches_dir())
+    llama = locate(tree)[1] if tree else arm_tree(pin, "patched", home()).llama
+    fetched = tree_dir(pin, "pristine", home()) / LLAMA
+    donor = fetched if fetched.is_dir() else None
+    report = patching.apply(series, llama, pin.commit, reset=reset, donor=donor)
+    if as_json:
+        click.echo(json.dumps({"llama": str(llama), **asdict(report)}, indent=2, default=str))
+        return
+    click.echo(f"{report.commit} {llama}")
+    for result in report.hooks:
+        if result.name != "payload":
+            note(str(result))
+    if report.kept:
+        note(f"the changes taken out are kept in {report.kept}")
+    note("applied" if report.changed else "already applied, nothing to do")
+
+
+@patch.command()
+@_tree
+@_json
+def check(tree: Path | None, as_json: bool) -> None:
+    """Try the series on a tree's upstream commit without changing anything.
+
+    Uncommitted changes to the files of the series count. Exit code 0 only when every entry is clean.
+
+    \b
+    Example:
+      moe-madv patch check
+      moe-madv patch check --tree ~/src/llama.cpp --json
+    """
+    series = load_series(patches_dir())
+    if tree is None:
+        pin = load_pin()
+        own = tree_dir(pin, "patched", home())
+        tree = own if own.is_dir() else pristine(pin, home()).root
+    llama = locate(tree)[1]
+    results = patching.check(series, llama)
+    if as_json:
+        click.echo(json.dumps({"llama": str(llama), "hooks": [asdict(r) for r in results]}, indent=2))
+    else:
+        for result in results:
+            click.echo(str(result))
+    failed = [r.name for r in results if r.status is not HookStatus.CLEAN]
+    if failed:
+        names = ", ".join(dict.fromkeys(failed))
+        raise PatchError(f"{len(failed)} of {len(results)} entries are not clean: {names}", where=llama)
+
+
+@patch.command()
+@_tree
+@_json
+def status(tree: Path | None, as_json: bool) -> None:
+    """Say whether a tree is pristine, applied, stale, half-applied, foreign, missing or unfetched.
+
+    \b
+    Example:
+      moe-madv patch status
+      moe-madv patch status --tree ~/src/llama.cpp --json
+    """
+    pin = load_pin()
+    series = load_series(patches_dir())
+    own = tree_dir(pin, "patched", home()) / LLAMA
+    llama = locate(tree)[1] if tree else own
+    if tree is None and not tree_dir(pin, "pristine", home()).is_dir() and not own.is_dir():
+        found = TreeStatus(state=State.UNFETCHED, notes=("nothing was fetched yet",), hint="moe-madv fetch")
+    elif tree is None and not own.is_dir():
+        note_ = "fetched; the tree to patch does not exist yet"
+        found = TreeStatus(state=State.MISSING, notes=(note_,), hint="moe-madv patch apply")
+    else:
+        found = patching.inspect(series, llama, pin.commit)
+    if as_json:
+        facts = {"llama": str(llama), "pin": pin.commit, "label": series.label, "series": series.digest}
+        click.echo(json.dumps({**facts, **asdict(found)}, indent=2))
+        return
+    click.echo(f"{found.state.value} {llama}")
+    for line in found.notes:
+        click.echo(f"  {line}")
+    if found.hint:
+        note(f"next: {found.hint}")
+
+
+@patch.command(name="list")
+@_json
+def list_(as_json: bool) -> None:
+    """List the entries of the series with the reason each hook exists.
+
+    \b
+    Example:
+      moe-madv patch list
+      moe-madv patch list --json
+    """
+    series = load_series(patches_dir())
+    if as_json:
+        payload = [
+            {
+                "source": p.source,
+                "target": p.target,
+                "bytes": len(p.data),
+                "sha256": hashlib.sha256(p.data).hexdigest(),
+            }
+            for p in series.payload
+        ]
+        hooks = [
+            {"hook": h.name, "patch": h.source, "file": h.file, "reason": h.reason, "status": h.status}
+            for h in series.hooks
+        ]
+        facts = {"label": series.label, "series": series.digest, "payload": payload, "hooks": hooks}
+        click.echo(json.dumps(facts, indent=2))
+        return
+    click.echo(f"series {series.label} {series.digest}")
+    for p in series.payload:
+        click.echo(f"payload  {p.target} ({len(p.data)} bytes)")
+    for h in series.hooks:
+        click.echo(f"hook     {h.name}: {h.file} ({h.status})\n         {h.reason}")

@@ -1,0 +1,55 @@
+"""Random quantised weights, made as bytes: valid blocks of a chosen magnitude without quantising anything."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as GGMLType
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Format:
+    """Where a block's scales are, and the rms of its elements when every scale is 1 and all else is random."""
+
+    scales: slice  # leading float16 words; for MXFP4 the leading exponent byte
+    unit_rms: float
+
+
+# The mean square of q - 8 for q in 0..15 is 21.5, of an int8 is 5461.5, of MXFP4's values 34.25 / 4. In Q4_K,
+# scale * q with scale in 0..63 and q in 0..15 has 1333.5 * 77.5, the 6-bit minimum 1333.5, their product
+# -2 * 31.5 * 7.5 * 31.5 on average, but its sign is that of two independent random scales.
+_FORMATS = {
+    GGMLType.Q4_0: _Format(scales=slice(0, 1), unit_rms=math.sqrt(21.5)),
+    GGMLType.Q8_0: _Format(scales=slice(0, 1), unit_rms=math.sqrt(5461.5)),
+    GGMLType.Q4_K: _Format(scales=slice(0, 2), unit_rms=math.sqrt(1333.5 * 77.5 + 1333.5)),
+    GGMLType.MXFP4: _Format(scales=slice(0, 1), unit_rms=math.sqrt(34.25 / 4)),
+}
+BLOCK_SIZE = {kind: GGML_QUANT_SIZES[kind][0] for kind in _FORMATS}
+
+_MANTISSA_RMS = math.sqrt(7 / 3)  # of a number uniform in [1, 2)
+_SIGN_AND_MANTISSA = np.uint16(0x83FF)
+_F16_MIN_EXPONENT, _F16_BIAS, _E8M0_BIAS = -14, 15, 127
+
+
+def random_blocks(bits: np.random.BitGenerator, shape: tuple[int, ...], kind: GGMLType, *, rms: float) -> NDArray[Any]:
+    """Bytes of random weights [..., elements] as uint8 [..., row bytes]; their rms is `rms` within a factor of 2.
+
+    All bits are random but the exponents of the scales, so nothing is infinite or NaN.
+    """
+    fmt, (block, block_bytes) = _FORMATS[kind], GGML_QUANT_SIZES[kind]
+    n_blocks = math.prod(shape) // block
+    nbytes = n_blocks * block_bytes
+    data = bits.random_raw(-(-nbytes // 8)).astype("<u8", copy=False).view(np.uint8)[:nbytes]
+    if kind == GGMLType.MXFP4:
+        data.reshape(n_blocks, block_bytes)[:, fmt.scales] = round(math.log2(rms / fmt.unit_rms)) + _E8M0_BIAS
+    else:
+        exponent = max(round(math.log2(rms / (fmt.unit_rms * _MANTISSA_RMS))), _F16_MIN_EXPONENT)
+        words = data.view("<u2").reshape(n_blocks, block_bytes // 2)[:, fmt.scales]
+        words &= _SIGN_AND_MANTISSA
+        words |= np.uint16((exponent + _F16_BIAS) << 10)
+    return data.reshape(*shape[:-1], shape[-1] // block * block_bytes)

@@ -1,0 +1,202 @@
+"""Text out: findings as a table, one sentence per comparison, and machine-readable forms."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from toolkit.compare import Comparison, Findings, Summary
+from toolkit.console import GIB
+from toolkit.results import machine_facts
+from toolkit.stats import Verdict
+
+_VERBS = {"pp": "prefills", "tg": "decodes"}
+
+# An undecided interval narrower than this is worth saying as "no difference larger than".
+_NARROW = 0.10
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Significant digits, without an exponent for large values; `-` when unknown."""
+    if value is None:
+        return "-"
+    rounded = float(f"{value:.{digits}g}")
+    return f"{value:.0f}" if abs(rounded) >= 10**digits else f"{rounded:.{digits}g}"
+
+
+def ratio_text(c: Comparison) -> str:
+    """`1.62 [1.50, 1.75]`; no number when the outputs differ."""
+    if c.outputs_equal is False:
+        return "outputs differ"
+    if c.ratio is None:
+        return "-"
+    if c.ci95 is None:
+        return f"{c.ratio:.2f}"
+    digits = _decimals(c.ci95)
+    return f"{c.ratio:.{digits}f} [{c.ci95[0]:.{digits}f}, {c.ci95[1]:.{digits}f}]"
+
+
+def _decimals(ci95: tuple[float, float]) -> int:
+    return 2 if ci95[1] - ci95[0] >= 0.02 else 3
+
+
+def verdict_text(c: Comparison) -> str:
+    if c.void:
+        return "void"
+    return "-" if c.outputs_equal is False else c.verdict.value
+
+
+def _spread(s: Summary) -> str:
+    return number(s.ts_mean) if s.ts_sd is None else f"{number(s.ts_mean)} ± {number(s.ts_sd, 2)}"
+
+
+# One list drives the terminal's and the markdown table: heading, then the cell's text.
+_COLUMNS: tuple[tuple[str, Callable[[Summary, Comparison | None], str]], ...] = (
+    ("test", lambda s, c: s.test),
+    ("arm", lambda s, c: s.arm),
+    ("runs", lambda s, c: f"{len(s.ts)} (+{s.n_failed} failed)" if s.n_failed else str(len(s.ts))),
+    ("t/s", lambda s, c: _spread(s)),
+    ("p50 ms", lambda s, c: number(s.p50_ms)),
+    ("p95 ms", lambda s, c: number(s.p95_ms)),
+    ("MiB/token", lambda s, c: number(s.mib_per_token)),
+    ("read ampl.", lambda s, c: number(s.read_amplification)),
+    ("major faults/token", lambda s, c: number(s.major_faults_per_token)),
+    ("ratio [95 %]", lambda s, c: "baseline" if c is None else ratio_text(c)),
+    ("verdict", lambda s, c: "" if c is None else verdict_text(c)),
+)
+
+
+def _cells(findings: Findings) -> list[list[str]]:
+    by_key = {(c.test, c.candidate): c for c in findings.comparisons}
+    return [[text(s, by_key.get((s.test, s.arm))) for _, text in _COLUMNS] for s in findings.summaries]
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A pipe table; `|` inside a cell is escaped."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(headings), line(["---"] * len(headings)), *map(line, rows)])
+
+
+def markdown(findings: Findings) -> str:
+    """Table, conditions, sentences and warnings as markdown."""
+    parts = [
+        markdown_table([heading for heading, _ in _COLUMNS], _cells(findings)),
+        "\n".join(conditions(findings)),
+        "\n".join(f"- {sentence(c)}" for c in findings.comparisons),
+        "\n".join(f"- warning: {w}" for w in findings.warnings),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def print_terminal(findings: Findings, console: Console) -> None:
+    """The same for a terminal."""
+    table = Table()
+    for heading, _ in _COLUMNS:
+        table.add_column(heading, justify="left" if heading in ("test", "arm", "verdict") else "right")
+    for cells in _cells(findings):
+        table.add_row(*cells)
+    console.print(table)
+    for line in conditions(findings):
+        console.print(line, markup=False, highlight=False)
+    for c in findings.comparisons:
+        console.print(sentence(c), markup=False, highlight=False, style="bold")
+    for w in findings.warnings:
+        console.print(f"warning: {w}", markup=False, highlight=False, style="yellow")
+
+
+def to_csv(findings: Findings) -> str:
+    """One line per test and arm: the summary's fields, then those of its comparison."""
+    skip = {"ts", "mib_per_token_samples", "ts_ci95"}
+    own = [f.name for f in dataclasses.fields(Summary) if f.name not in skip]
+    other = ["baseline", "ratio", "ci95_low", "ci95_high", "n_blocks", "verdict", "outputs_equal"]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, [*own, *other], lineterminator="\n")
+    writer.writeheader()
+    by_key = {(c.test, c.candidate): c for c in findings.comparisons}
+    for s in findings.summaries:
+        row: dict[str, Any] = {name: getattr(s, name) for name in own}
+        if c := by_key.get((s.test, s.arm)):
+            row |= {name: getattr(c, name) for name in other if not name.startswith("ci95")}
+            row["verdict"] = c.verdict.value
+            row["ci95_low"], row["ci95_high"] = c.ci95 or (None, None)
+        writer.writerow(row)
+    return out.getvalue()
+
+
+def to_json(findings: Findings) -> str:
+    """`comparisons` (see `Comparison`, plus `sentence`), `arms` (see `Summary`), `conditions`, `warnings`."""
+    data = {
+        "comparisons": [{**dataclasses.asdict(c), "sentence": sentence(c)} for c in findings.comparisons],
+        "arms": [dataclasses.asdict(s) for s in findings.summaries],
+        "conditions": conditions(findings),
+        "warnings": findings.warnings,
+    }
+    return json.dumps(data, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def conditions(findings: Findings) -> list[str]:
+    """One line per results file: what was measured on what, as far as the file says."""
+    return [_conditions(run.header) for run in findings.runs]
+
+
+def budget_text(plan: dict[str, Any]) -> str:
+    """`2.50 GiB (cgroup-v2)` or `none`."""
+    budget, method = plan.get("budget_bytes"), plan.get("budget_method")
+    return f"{budget / GIB:.2f} GiB ({method})" if budget else "none"
+
+
+def _conditions(header: dict[str, Any]) -> str:
+    model, plan, machine = header["model"], header["plan"], machine_facts(header)
+    disk = " ".join(str(machine[key]) for key in ("device", "filesystem") if machine.get(key))
+    parts = [
+        model.get("filename", "model") + (f" {model['size'] / GIB:.2f} GiB" if "size" in model else ""),
+        f"memory budget {budget_text(plan)}",
+        f"read-ahead {machine['read_ahead_kb']} KiB" if machine.get("read_ahead_kb") is not None else "",
+        disk + (f" in a file on {machine['loop_on']}" if machine.get("loop_on") else ""),
+        {True: "cold", False: "warm"}.get(plan.get("cold"), ""),
+        f"{plan['blocks']} blocks" if "blocks" in plan else "",
+        f"{plan['n_threads']} threads" if "n_threads" in plan else "",
+        str(machine.get("name") or ""),
+        f"kernel {machine['kernel']}" if machine.get("kernel") else "",
+        header["created"][:10],
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def sentence(c: Comparison) -> str:
+    """The finding of one comparison in words."""
+    pair = f"{c.candidate} against {c.baseline} in {c.test}"
+    if c.outputs_equal is False:
+        return f"outputs differ: no speed is reported for {pair} ({c.output_difference})"
+    if c.void:
+        return f"undecided: {pair} is void, {c.void}"
+    if c.n_blocks == 0:
+        return f"undecided: {pair} has no block in which both arms finished"
+    if c.ci95 is None or c.ratio is None:
+        return f"undecided: {pair} has one block, which shows no spread; run at least 3"
+    verb = _VERBS.get(c.test[:2], "runs")
+    low, high = c.ci95
+    outputs = "same outputs" if c.outputs_equal else "outputs not compared"
+    digits = _decimals(c.ci95)
+    ratio = f"{c.ratio:.{digits}f}x"
+    span = f"95 % interval {low:.{digits}f}-{high:.{digits}f}, n = {c.n_blocks} blocks, {outputs}"
+    drift = "" if c.drift_per_run is None else f"; drift {100 * c.drift_per_run:+.2g} % per run"
+    if c.verdict is Verdict.FASTER:
+        return f"{c.candidate} {verb} {ratio} faster than {c.baseline} ({span}){drift}"
+    if c.verdict is Verdict.SLOWER:
+        return f"slower: {c.candidate} {verb} at {ratio} the speed of {c.baseline} ({span}){drift}"
+    bound = max(high - 1, 1 - low)
+    if bound <= _NARROW:
+        limit = number(max(100 * bound, 0.1), 2)
+        return f"undecided: {pair} shows no difference larger than {limit} % ({span}){drift}"
+    return f"undecided: {pair} is too noisy to tell ({span}){drift}; more blocks narrow the interval"

@@ -1,0 +1,216 @@
+"""Finding a source distribution where pip would look for it, and unpacking it safely."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pypi_simple
+import requests
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from toolkit.download import download, local_path, redact
+from toolkit.errors import FetchError
+from toolkit.files import sha256_file
+from toolkit.process import run
+
+_PIP_TIMEOUT = 15.0  # seconds, pip's own default
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipSettings:
+    """The part of pip's configuration that says where packages come from."""
+
+    index_urls: tuple[str, ...]
+    find_links: tuple[str, ...]
+    cert: str | None
+    proxy: str | None
+    timeout: float  # seconds without a byte
+
+    @staticmethod
+    def parse(lines: Iterable[str]) -> PipSettings:
+        """Read the output of `pip config list`: `section.key='value'`, section `:env:` for the environment.
+
+        As for `pip download`: the environment beats [download], which beats [global].
+        """
+        values: dict[str, str] = {}
+        parsed = [m.groups() for line in lines if (m := re.fullmatch(r"(global|download|:env:)\.([\w-]+)=(.+)", line))]
+        for section in ("global", "download", ":env:"):
+            values |= {key: str(ast.literal_eval(text)) for s, key, text in parsed if s == section}
+        no_index = values.get("no-index", "").lower() in ("1", "true", "yes", "on")
+        index_url = values.get("index-url") or values.get("pypi-url") or pypi_simple.PYPI_SIMPLE_ENDPOINT
+        return PipSettings(
+            index_urls=() if no_index else (index_url, *values.get("extra-index-url", "").split()),
+            find_links=tuple(values.get("find-links", "").split()),
+            cert=values.get("cert"),
+            proxy=values.get("proxy"),
+            timeout=float(values.get("timeout") or values.get("default-timeout") or _PIP_TIMEOUT),
+        )
+
+    @staticmethod
+    def current() -> PipSettings:
+        """The settings of this interpreter's pip, or only the PIP_* variables where pip is absent."""
+        listed = run([sys.executable, "-m", "pip", "config", "list"], check=False)
+        return PipSettings.parse(_environment(os.environ) if listed.returncode else listed.stdout.splitlines())
+
+    def session(self) -> requests.Session:
+        session = requests.Session()
+        if self.cert:
+            session.verify = self.cert
+        if self.proxy:
+            session.proxies = {"http": self.proxy, "https": self.proxy}
+        return session
+
+
+def _environment(environ: Mapping[str, str]) -> list[str]:
+    return [
+        f":env:.{name[4:].lower().replace('_', '-')}={value!r}"
+        for name, value in environ.items()
+        if name.startswith("PIP_") and value
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One file on offer: where, and the hash its index announces, if any."""
+
+    filename: str
+    url: str
+    sha256: str | None
+
+
+def fetch(project: str, version: str, sha256: str, folder: Path) -> Path:
+    """The sdist with this hash in `folder`, downloaded from the places pip is configured to use.
+
+    Raises FetchError with both hashes when only other files are on offer, or lists where it looked.
+    """
+    for present in folder.glob("*.tar.gz"):
+        if _is_sdist(present.name, project, version):
+            if sha256_file(present) == sha256:
+                return present
+            present.unlink()
+    settings = PipSettings.current()
+    problems: list[str] = []
+    announced: list[str] = []
+    with settings.session() as session:
+        for candidate in _candidates(settings, session, project, version, problems):
+            if candidate.sha256 in (None, sha256):
+                target = folder / candidate.filename
+                download(candidate.url, target, sha256=sha256, session=session, timeout=settings.timeout)
+                return target
+            announced.append(f"\n  announced sha256 {candidate.sha256} at {redact(candidate.url)}")
+    if announced:
+        hashes = "".join([f"\n  expected sha256  {sha256}", *announced])
+        raise FetchError(f"{project} {version} is on offer, but not the pinned file{hashes}")
+    raise FetchError(
+        f"no sdist of {project} {version} found:" + "".join(f"\n  {p}" for p in problems),
+        hint="check the index settings: pip config list",
+    )
+
+
+def _is_sdist(filename: str, project: str, version: str) -> bool:
+    try:
+        name, found, kind = pypi_simple.parse_filename(filename, project)
+        return (
+            kind == "sdist"
+            and filename.endswith(".tar.gz")
+            and canonicalize_name(name) == canonicalize_name(project)
+            and Version(found) == Version(version)
+        )
+    except (pypi_simple.UnparsableFilenameError, InvalidVersion):
+        return False
+
+
+def _candidates(
+    settings: PipSettings, session: requests.Session, project: str, version: str, problems: list[str]
+) -> Iterator[Candidate]:
+    """Every matching file, place by place; a place that cannot be read is added to `problems`."""
+    name = canonicalize_name(project)
+    places = [(place, False) for place in settings.find_links] + [(url, True) for url in settings.index_urls]
+    for place, is_index in places:
+        before = "looked in" if is_index else "looked at"
+        try:
+            for candidate in _listing(place, is_index, session, name, settings.timeout):
+                if _is_sdist(candidate.filename, project, version):
+                    yield candidate
+        except (requests.RequestException, OSError, pypi_simple.UnsupportedContentTypeError) as e:
+            problems.append(f"could not read {redact(place)}: {type(e).__name__}")
+        else:
+            problems.append(f"{before} {redact(place)}")
+
+
+def _listing(
+    place: str, is_index: bool, session: requests.Session, project: str, timeout: float
+) -> Iterator[Candidate]:
+    path = local_path(place)
+    if path is not None:
+        page_path = path / project / "index.html" if is_index else path
+        if page_path.is_dir():
+            for file in sorted(page_path.iterdir()):
+                yield Candidate(filename=file.name, url=file.resolve().as_uri(), sha256=None)
+            return
+        if not page_path.exists():
+            return
+        page = pypi_simple.ProjectPage.from_html(project, page_path.read_bytes(), base_url=page_path.resolve().as_uri())
+    elif is_index:
+        try:
+            client = pypi_simple.PyPISimple(place, session=session)
+            page = client.get_project_page(project, timeout=timeout)
+        except pypi_simple.NoSuchProjectError:
+            return
+    else:
+        response = session.get(place, timeout=timeout)
+        response.raise_for_status()
+        page = pypi_simple.ProjectPage.from_html(project, response.content, base_url=response.url)
+    for package in page.packages:
+        yield Candidate(filename=package.filename, url=package.url, sha256=package.digests.get("sha256"))
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Extract into the empty `folder` and return the archive's single top directory.
+
+    Raises FetchError for a broken archive, and before writing when a member would leave the folder.
+    """
+    try:
+        with tarfile.open(archive) as tar:
+            members = tar.getmembers()
+            for member in members:
+                _refuse_escape(member, archive)
+            if hasattr(tarfile, "data_filter"):
+                tar.extractall(folder, members, filter="data")
+            else:
+                # Unpacked by root, files must not belong to the packager: git would refuse the tree.
+                for member in members if hasattr(os, "getuid") else ():
+                    member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
+                tar.extractall(folder, members)
+    except (tarfile.TarError, EOFError) as e:
+        raise FetchError(f"cannot unpack: {e}", where=archive) from e
+    tops = sorted(folder.iterdir())
+    if len(tops) != 1 or not tops[0].is_dir():
+        raise FetchError("an sdist holds exactly one top directory", where=archive)
+    return tops[0]
+
+
+def _refuse_escape(member: tarfile.TarInfo, archive: Path) -> None:
+    """Allow files, directories and links whose names and targets stay inside the archive's top directory."""
+    name = PurePosixPath(member.name)
+    paths = [name]
+    if member.issym():
+        paths.append(name.parent / member.linkname)
+    elif member.islnk():
+        paths.append(PurePosixPath(member.linkname))
+    elif not (member.isreg() or member.isdir()):
+        raise FetchError(f"refusing to unpack the special file {member.name}", where=archive)
+    for path in paths:
+        depth = 0
+        for part in path.parts:
+            depth += -1 if part == ".." else 1
+            if path.is_absolute() or depth < 1 or "\\" in part:
+                raise FetchError(f"refusing to unpack {member.name}: it leaves the archive", where=archive)

@@ -1,0 +1,206 @@
+"""One wheel of one arm: from a verified tree to a labelled file with its manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit import cpuflags, wheelfile
+from toolkit.buildplan import IGNORED, Plan, clean_environment
+from toolkit.compiling import compile_with_progress
+from toolkit.console import note
+from toolkit.errors import BuildError, PatchError
+from toolkit.gitrepo import Git, seed
+from toolkit.patching import State, inspect
+from toolkit.process import run
+from toolkit.toolchain import provide
+from toolkit.upstream import LLAMA, Tree, arm_tree, check_complete, locked
+from toolkit.wheelfile import BuildRecord, Manifest, Wheel
+
+# The binding forces llama.cpp's `common` on, two fifths of the compile time, and never ships it. A normal
+# variable in llama.cpp's own scope wins over the forced cache entry.
+_WITHOUT_COMMON = "set(LLAMA_BUILD_COMMON OFF)\n"
+
+
+def finished(plan: Plan) -> Wheel | None:
+    """The wheel of an earlier build with the same key, if it is whole."""
+    for path in sorted(plan.wheels.glob("*.whl")):
+        try:
+            return wheelfile.load(path)
+        except BuildError as e:
+            note(f"building again: {e.what}")
+    return None
+
+
+def build_wheel(plan: Plan, *, force: bool = False) -> Wheel:
+    """The wheel of a plan: the finished one, or a build of minutes that continues an interrupted one.
+
+    Raises BuildError, CommandError or FetchError; the source tree is only read, never built in.
+    """
+    with locked(plan.home / "builds"):
+        if not force and (wheel := finished(plan)):
+            return wheel
+        if force:
+            shutil.rmtree(plan.work, ignore_errors=True)
+        started = time.monotonic()
+        if ignored := [name for name in IGNORED if os.environ.get(name)]:
+            note(f"ignoring {', '.join(ignored)}: put options for both arms into CMAKE_ARGS")
+        tree = source_tree(plan)
+        provide(plan.toolchain, plan.home)
+        _copy_sources(plan, tree)
+        raw = _compile(plan)
+        manifest = _describe(plan, tree, raw)
+        path = wheelfile.pack(raw, plan.wheels, manifest)
+        hits, objects = _ccache_hits(plan)
+        seconds = round(time.monotonic() - started, 1)
+        wheel = wheelfile.store(path, manifest, BuildRecord(seconds=seconds, objects=objects, ccache_hits=hits))
+        shutil.rmtree(plan.work)
+        return wheel
+
+
+def source_tree(plan: Plan) -> Tree:
+    """The tree of the plan's arm, made when absent. Raises FetchError or PatchError with the next command."""
+    tree = arm_tree(plan.pin, plan.arm, plan.home)
+    if plan.series:
+        status = inspect(plan.series, tree.llama, plan.pin.commit)
+        if status.state is not State.APPLIED:
+            raise PatchError(
+                "; ".join([f"the patched tree is {status.state.value}", *status.notes]),
+                where=tree.llama,
+                hint=status.hint or "moe-madv patch apply",
+            )
+    return tree
+
+
+def _copy_sources(plan: Plan, tree: Tree) -> None:
+    """Copy what the build reads. llama.cpp comes from its commit, so stray files cannot follow it.
+
+    The binding's install rules write libraries into its own llama_cpp/lib: that must be neither the tree's
+    nor one that another build has filled.
+    """
+    check_complete(tree.root)
+    src = plan.work / "src"
+    git = Git(root=src / LLAMA)
+    if (src / LLAMA / ".git").exists() and git.commit() == tree.commit and not git.changes():
+        shutil.rmtree(src / wheelfile.LIBRARY_DIR, ignore_errors=True)
+        return
+    shutil.rmtree(src, ignore_errors=True)
+    shutil.copytree(
+        tree.root,
+        src,
+        ignore=lambda folder, _: (
+            {
+                tree.root: {".git", "vendor"},
+                tree.root / wheelfile.PACKAGE: {"lib"},
+            }.get(Path(folder), set())
+            | {"__pycache__"}
+        ),
+    )
+    (src / LLAMA).mkdir(parents=True)
+    seed(src / LLAMA, tree.llama, tree.commit).run("reset", "--hard", "--quiet")
+
+
+def _compile(plan: Plan) -> Path:
+    shutil.rmtree(plan.work / "raw", ignore_errors=True)
+    (plan.work / "ccache.log").unlink(missing_ok=True)
+    (plan.work / "without-common.cmake").write_text(_WITHOUT_COMMON, encoding="utf-8")
+    environment = clean_environment(os.environ) | plan.environment
+    tools = dict.fromkeys(str(p.parent) for p in (plan.toolchain.cmake, plan.toolchain.make))
+    environment["PATH"] = os.pathsep.join([environment.get("PATH", ""), *tools])
+    compile_with_progress(plan.command, env=environment, log=plan.log, label=plan.label)
+    wheels = list((plan.work / "raw").glob("*.whl"))
+    if len(wheels) != 1:
+        raise BuildError(f"the build made {len(wheels)} wheels instead of one", where=plan.log)
+    return wheels[0]
+
+
+def _describe(plan: Plan, tree: Tree, raw: Path) -> Manifest:
+    """Ask the new libraries what they are, and refuse a build that is not the one planned."""
+    libraries = wheelfile.read_libraries(raw)
+    folder = plan.work / "libraries"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, data in libraries.items():
+        (folder / name).write_bytes(data)
+    probe = Path(__file__).with_name("probe.py")
+    facts = json.loads(run([sys.executable, "-I", probe, "libraries", folder], cwd=folder).stdout)
+    if problems := _unplanned(plan, tree, sorted(libraries), facts):
+        raise BuildError("the build is not what was planned: " + "; ".join(problems), where=plan.log)
+    arguments = _compile_arguments(plan)
+    options = cpuflags.machine_options(arguments)
+    return Manifest(
+        format=wheelfile.FORMAT,
+        arm=plan.arm,
+        label=plan.label,
+        version=plan.version,
+        backend=plan.backend.name,
+        binding=plan.pin.binding,
+        sdist_sha256=plan.pin.sdist_sha256,
+        pin=plan.pin.commit,
+        commit=tree.commit,
+        series=plan.series.digest if plan.series else None,
+        payload=facts["payload"],
+        defines=dict(plan.backend.defines),
+        cmake_args=plan.cmake_args,
+        compiler=plan.toolchain.compiler,
+        cmake=_cmake_version(plan),
+        generator=plan.toolchain.generator,
+        machine_options=options,
+        cpu_flags=cpuflags.compiled_for([plan.toolchain.cc], options),
+        openmp="-DGGML_USE_OPENMP" in arguments,
+        libraries={name: hashlib.sha256(data).hexdigest() for name, data in sorted(libraries.items())},
+        key=plan.key,
+    )
+
+
+def _unplanned(plan: Plan, tree: Tree, files: list[str], facts: Mapping[str, Any]) -> list[str]:
+    problems = []
+    made = sorted(name.split(".")[0].removeprefix("lib") for name in files)
+    if made != sorted(plan.backend.libraries):
+        problems.append(
+            f"libraries {', '.join(files)}, the {plan.backend.name} backend has {', '.join(plan.backend.libraries)}"
+        )
+    if absent := sorted(set(plan.backend.registers) - set(facts["registers"])):
+        problems.append(f"{', '.join(absent)} does not register as a backend")
+    if facts["commit"] is not None and not tree.commit.startswith(facts["commit"]):
+        problems.append(f"the libraries were made from {facts['commit']}, the tree is at {tree.commit}")
+    if (plan.arm == "patched") != (facts["payload"] is not None):
+        problems.append(f"the {plan.arm} arm has payload {facts['payload'] or 'none'}")
+    return problems
+
+
+def _compile_arguments(plan: Plan) -> list[str]:
+    """Arguments of the compiler for the CPU backend's main file, where instruction sets matter."""
+    path = plan.work / "build" / "compile_commands.json"
+    commands = json.loads(path.read_text(encoding="utf-8"))
+    for entry in commands:
+        if entry["file"].endswith("ggml-cpu/ggml-cpu.c"):
+            return shlex.split(entry["command"])
+    raise BuildError("the build has no ggml-cpu.c", where=path)
+
+
+def _cmake_version(plan: Plan) -> str:
+    """From the build's cache: the cmake that really ran."""
+    path = plan.work / "build" / "CMakeCache.txt"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    entries = dict(line.split("=", 1) for line in lines if line.startswith("CMAKE_CACHE_") and "=" in line)
+    parts = ("MAJOR", "MINOR", "PATCH")
+    return ".".join(entries.get(f"CMAKE_CACHE_{part}_VERSION:INTERNAL", "?") for part in parts)
+
+
+def _ccache_hits(plan: Plan) -> tuple[int | None, int | None]:
+    """(hits, compiler calls) of this build; (None, None) without ccache."""
+    path = plan.work / "ccache.log"
+    if not path.is_file():
+        return None, None
+    results = path.read_text(encoding="utf-8").split()
+    hits = results.count("direct_cache_hit") + results.count("preprocessed_cache_hit")
+    return hits, hits + results.count("cache_miss")
