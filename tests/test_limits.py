@@ -326,6 +326,11 @@ def test_a_limit_that_nothing_enforces_is_an_error(stub_systemd_run: Path, tmp_p
     assert "48 MiB touched 128 MiB" in str(error.value)
 
 
+def test_no_method_proves_nothing() -> None:
+    with pytest.raises(BenchError, match="no memory limit is possible: no right"):
+        prove_enforced(Method(name="none", why="no right"))
+
+
 def test_a_manager_that_cannot_start_the_child_is_no_proof(stub_systemd_run: Path, tmp_path: Path) -> None:
     stub_systemd_run.write_text("#!/bin/sh\necho no bus >&2\nexit 1\n", encoding="utf-8")
     with pytest.raises(BenchError, match=r"no process can be started .*no bus"):

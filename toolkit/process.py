@@ -35,24 +35,36 @@ def run(
     if echo:
         note(f"+ {shown}")
     full_env = {**os.environ, **(env or {})}
-    # Undecodable bytes in a compiler's output must not end the build, so they are replaced.
-    text = {"encoding": "utf-8", "errors": "replace"}
+    capture = subprocess.PIPE
+    sink = None
     try:
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            sink = log.open("w", encoding="utf-8")
+            sink.write(f"+ {shown}\n")
+            sink.flush()
+        # Undecodable bytes in a compiler's output must not end the build, so they are replaced.
+        done = subprocess.run(
+            args,
+            cwd=cwd,
+            env=full_env,
+            input=stdin,
+            stdout=sink or capture,
+            stderr=subprocess.STDOUT if sink else capture,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+        )
         if log is None:
-            done = subprocess.run(args, cwd=cwd, env=full_env, input=stdin, capture_output=True, check=False, **text)
             tail = (done.stderr or "") + (done.stdout or "")
         else:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("w", encoding="utf-8") as f:
-                f.write(f"+ {shown}\n")
-                f.flush()
-                done = subprocess.run(
-                    args, cwd=cwd, env=full_env, input=stdin, stdout=f, stderr=subprocess.STDOUT, check=False, **text
-                )
             done.stdout = done.stderr = ""
             tail = log.read_text(encoding="utf-8", errors="replace") if done.returncode else ""
     except OSError as e:
         raise CommandError(f"cannot run {args[0]}: {e.strerror}", where=shown) from e
+    finally:
+        if sink is not None:
+            sink.close()
     if check and done.returncode != 0:
         last = "\n".join(tail.strip().splitlines()[-_TAIL_LINES:])
         hint = f"read the whole log: {log}" if log else None

@@ -60,8 +60,13 @@ def build_wheel(plan: Plan, *, force: bool = False) -> Wheel:
         manifest = _describe(plan, tree, raw)
         path = wheelfile.pack(raw, plan.wheels, manifest)
         hits, objects = _ccache_hits(plan)
-        seconds = round(time.monotonic() - started, 1)
-        wheel = wheelfile.store(path, manifest, BuildRecord(seconds=seconds, objects=objects, ccache_hits=hits))
+        record = BuildRecord(
+            seconds=round(time.monotonic() - started, 1),
+            objects=objects,
+            ccache_hits=hits,
+            host_flags=tuple(sorted(cpuflags.host_flags() or ())),
+        )
+        wheel = wheelfile.store(path, manifest, record)
         shutil.rmtree(plan.work)
         return wheel
 

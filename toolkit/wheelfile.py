@@ -75,6 +75,7 @@ class BuildRecord:
     seconds: float
     objects: int | None  # compiler calls that ccache saw, None without ccache
     ccache_hits: int | None
+    host_flags: tuple[str, ...]  # of the processor it was built on, () where unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ def load(path: Path) -> Wheel:
             sha256=data["wheel"]["sha256"],
             bytes=data["wheel"]["bytes"],
             manifest=manifest,
-            build=BuildRecord(**data["build"]),
+            build=BuildRecord(**{**data["build"], "host_flags": tuple(data["build"]["host_flags"])}),
         )
     except FileNotFoundError as e:
         raise BuildError("this wheel has no manifest beside it", where=path) from e

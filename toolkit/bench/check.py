@@ -47,9 +47,7 @@ def compare_logits(baseline: np.ndarray, candidate: np.ndarray) -> Difference:
     return Difference(equal=False, max_abs=float(apart.max()), text=text)
 
 
-def check_arms(
-    arms: Sequence[Arm], tokens: Tokens, job: dict[str, Any], unlimited: Budget
-) -> list[dict[str, Any]]:
+def check_arms(arms: Sequence[Arm], tokens: Tokens, job: dict[str, Any], unlimited: Budget) -> list[dict[str, Any]]:
     """One `check` row per arm, the first arm being the baseline: equality with it, and its time when nothing is read.
 
     Raises BenchError when an arm cannot run at all. Runs without a memory budget.

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.bench.limits import Budget
-from toolkit.bench.plan import Arm
+from toolkit.bench.plan import Arm, Conditions
 from toolkit.errors import BenchError
+from toolkit.model.layout import ModelLayout
 
 _WORKER = Path(__file__).with_name("worker.py")
 # Settings of these families change what an arm does, so an arm gets only its own.
@@ -33,9 +34,18 @@ class Outcome:
     reason: str | None
 
 
-def launch(
-    arm: Arm, job: dict[str, Any], budget: Budget, on_test: Callable[[str], None] = lambda _: None
-) -> Outcome:
+def job_of(layout: ModelLayout, conditions: Conditions, n_tokens: int) -> dict[str, Any]:
+    """The worker's settings that do not depend on arm or tokens."""
+    return {
+        "model": str(layout.shards[0].path.resolve()),
+        "n_ctx": max(256, -(-n_tokens // 256) * 256),
+        "n_batch": conditions.n_batch,
+        "n_ubatch": conditions.n_ubatch,
+        "n_threads": conditions.n_threads,
+    }
+
+
+def launch(arm: Arm, job: dict[str, Any], budget: Budget, on_test: Callable[[str], None] = lambda _: None) -> Outcome:
     """Run a job in the arm's environment under the budget and collect its rows; never raises for a failed worker.
 
     Raises BenchError when the arm is not what it claims to be (other mode or payload, experts not mapped):

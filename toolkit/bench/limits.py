@@ -173,7 +173,7 @@ class Budget:
             path = self._hierarchy.path_of(pid, self._proc)
         except OSError as e:
             raise BenchError(f"process {pid} has ended, its memory limit cannot be read") from e
-        if self.group is None and self.method != "none" and path[0].name.startswith(self.name):
+        if self.group is None and self.method != "none" and path[0].name == f"{self.name}.scope":
             self.group = path[0]
         return cgroup.smallest(read(self._hierarchy, group) for group in path)
 
@@ -213,9 +213,8 @@ class Budget:
                     _set(self.group / "memory.swap.max", 0)
         except OSError as e:
             remove_group(self.group)
-            raise BenchError(
-                f"cannot make a {self.method} memory budget: {e.strerror}", where=e.filename or self.group or self.group
-            ) from e
+            what = f"cannot make a {self.method} memory budget: {e.strerror}"
+            raise BenchError(what, where=e.filename or self.group) from e
         if (kept := self._hierarchy.limit(self.group)) is None or kept > self.nbytes:
             remove_group(self.group)
             raise BenchError(f"a limit of {self.nbytes} bytes reads back as {kept}", where=self.group)
@@ -224,7 +223,7 @@ class Budget:
         if self.method in ("systemd-system", "systemd-user"):
             scope = ["--user"] if self.method == "systemd-user" else []
             stop = ["systemctl", *scope, "stop", "--quiet", f"{self.name}.scope"]
-            with contextlib.suppress(OSError):  # the scope is normally gone with its process
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the scope is normally gone with its process
                 subprocess.run(stop, capture_output=True, check=False, timeout=30)
         elif self.group is not None and not remove_group(self.group):
             note(f"could not remove {self.group}; the next run will try again")
@@ -299,6 +298,8 @@ def prove_enforced(method: Method, *, root: Path = ROOT, proc: Path = PROC) -> N
 
     Managers accept limits that nothing enforces: no delegation, hybrid hierarchies, swap left open.
     """
+    if method.name == "none":
+        raise BenchError(f"no memory limit is possible: {method.why}", hint="run without a memory budget")
     with memory_budget(_PROBE_LIMIT, method=method, root=root, proc=proc) as budget:
         argv = budget.command([sys.executable, "-I", "-S", "-c", _PROBE, str(_PROBE_TOUCH)])
         try:

@@ -44,6 +44,19 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What all arms share; None stands for a default that depends on the machine or the model."""
+
+    blocks: int
+    n_batch: int
+    n_ubatch: int
+    cold: bool  # evict the model before each run
+    minutes: float | None = None  # start no further block after this time
+    n_threads: int | None = None
+    budget_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """One fresh process: `position` counts over the whole run."""
 

@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import statistics
 import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from toolkit import __version__, results
+from toolkit import results
 from toolkit.bench import check, limits, machine, pagecache, plan, storage
-from toolkit.bench.launch import Outcome, launch
-from toolkit.bench.plan import Arm, Step, Tokens
+from toolkit.bench import header as head
+from toolkit.bench.launch import Outcome, job_of, launch
+from toolkit.bench.plan import Arm, Conditions, Step, Tokens
 from toolkit.console import MIB, note
 from toolkit.errors import BenchError, ResultsError
+from toolkit.files import write_text
 from toolkit.model.layout import ModelLayout, needed_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """What all arms share."""
-
-    budget_bytes: int | None
-    blocks: int
-    n_threads: int
-    n_batch: int
-    n_ubatch: int
-    cold: bool  # evict the model before each run
-    minutes: float | None = None  # start no further block after this time
-
-
-def job_of(layout: ModelLayout, conditions: Conditions, n_tokens: int) -> dict[str, Any]:
-    """The worker's settings that do not depend on arm or tokens."""
-    return {
-        "model": str(layout.shards[0].path.resolve()),
-        "n_ctx": max(256, -(-n_tokens // 256) * 256),
-        "n_batch": conditions.n_batch,
-        "n_ubatch": conditions.n_ubatch,
-        "n_threads": conditions.n_threads,
-    }
 
 
 def run(
@@ -53,9 +28,7 @@ def run(
     tokens: Tokens,
     conditions: Conditions,
     out: Path,
-    *,
-    pin: str,
-    series: str,
+    header: dict[str, Any],
 ) -> None:
     """Measure all arms into the results file `out`, continuing it when it holds the same plan.
 
@@ -64,17 +37,18 @@ def run(
     """
     paths = [shard.path for shard in layout.shards]
     method = limits.detect()
-    if conditions.budget_bytes is not None and method.name != "none":
-        limits.prove_enforced(method)
-    header = _header(layout, arms, tokens, conditions, method.name, pin=pin, series=series)
+    if conditions.budget_bytes is not None:
+        if method.name == "none":
+            note(f"warning: no memory budget is possible here ({method.why}); rows say so")
+        else:
+            limits.prove_enforced(method)
     header, done, checked = _continue(out, header)
     job = job_of(layout, conditions, len(tokens.all))
-    steps = [
-        step for step in plan.order([arm.name for arm in arms], conditions.blocks) if _key(step) not in done
-    ]
+    steps = [step for step in plan.order([arm.name for arm in arms], conditions.blocks) if _key(step) not in done]
     if not steps:
         note(f"{out} is complete: all {conditions.blocks} blocks are there")
         return
+    write_text(out.with_name("machine.json"), json.dumps(header["machine"], indent=2) + "\n")
 
     with results.Writer(out, header, resume=out.exists()) as writer:
         if not checked:
@@ -93,11 +67,7 @@ def run(
         started = time.monotonic()
         for step in steps:
             elapsed = (time.monotonic() - started) / 60
-            if (
-                conditions.minutes is not None
-                and step.position % len(arms) == 0
-                and elapsed >= conditions.minutes
-            ):
+            if conditions.minutes is not None and step.position % len(arms) == 0 and elapsed >= conditions.minutes:
                 note(f"stopped after {elapsed:.1f} minutes; the same command continues")
                 break
             evicted = pagecache.evict(paths) if conditions.cold else None
@@ -112,7 +82,7 @@ def run(
                 "block": step.block,
                 "position": step.position,
                 "arm": step.arm,
-                "test_time": _now(),
+                "test_time": head.now(),
                 "model_filename": paths[0].name,
                 "model_size": header["model"]["size"],
                 "n_threads": conditions.n_threads,
@@ -139,97 +109,25 @@ def _key(step: Step) -> tuple[int, int]:
     return step.block, step.position
 
 
-def _now() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def _share(evicted: pagecache.EvictResult | None) -> float | None:
     if evicted is None or evicted.resident_after is None:
         return None
     return evicted.resident_after / max(evicted.total, 1)
 
 
-def _header(
-    layout: ModelLayout,
-    arms: Sequence[Arm],
-    tokens: Tokens,
-    conditions: Conditions,
-    method: str,
-    *,
-    pin: str,
-    series: str,
-) -> dict[str, Any]:
-    first = layout.shards[0].path
-    facts = dataclasses.asdict(machine.facts(first))
-    return {
-        "kind": "run",
-        "format": results.FORMAT,
-        "run_id": uuid.uuid4().hex[:12],
-        "created": _now(),
-        "toolkit_version": __version__,
-        "pin": pin,
-        "series": series,
-        "model": {
-            "filename": first.name,
-            "size": sum(shard.path.stat().st_size for shard in layout.shards),
-            "architecture": layout.architecture,
-            "layers": len(layout.layers),
-            "experts": max((layer.experts for layer in layout.layers), default=0),
-            "top_k": max((layer.top_k for layer in layout.layers), default=0),
-            "routed_bytes_per_token": layout.routed_bytes_per_token,
-        },
-        "plan": {
-            "arms": [arm.name for arm in arms],
-            "tests": plan.test_names(len(tokens.prompt), len(tokens.gen)),
-            "blocks": conditions.blocks,
-            "n_prompt": len(tokens.prompt),
-            "n_gen": len(tokens.gen),
-            "n_threads": conditions.n_threads,
-            "n_batch": conditions.n_batch,
-            "n_ubatch": conditions.n_ubatch,
-            "budget_bytes": conditions.budget_bytes,
-            "budget_method": "none" if conditions.budget_bytes is None else method,
-            "cold": conditions.cold,
-            "tokens_sha256": tokens.sha256,
-            "tokens_source": tokens.source,
-        },
-        # read-ahead and kernel at the top too, where rows are compared
-        "machine": {**facts, "read_ahead_kb": facts["storage"]["read_ahead_kb"]},
-        "arms": {
-            arm.name: {
-                "label": arm.label,
-                "wheel_sha256": arm.wheel_sha256,
-                "payload": arm.payload,
-                "mode": arm.mode,
-                "env": arm.env,
-            }
-            for arm in arms
-        },
-    }
-
-
-def _continue(
-    out: Path, header: dict[str, Any]
-) -> tuple[dict[str, Any], set[tuple[int, int]], list[dict[str, Any]]]:
+def _continue(out: Path, header: dict[str, Any]) -> tuple[dict[str, Any], set[tuple[int, int]], list[dict[str, Any]]]:
     """The header to use, the steps already measured, and the check rows already there."""
     if not out.exists() or out.stat().st_size == 0:
         return header, set(), []
     (found,) = results.read([out])
-    for part in ("model", "plan", "arms", "pin", "series"):
-        if found.header.get(part) != header[part]:
-            before, now = found.header.get(part), header[part]
-            keys = (
-                sorted(k for k in {*before, *now} if before.get(k) != now.get(k))
-                if isinstance(now, dict)
-                else []
-            )
-            raise ResultsError(
-                f"the file holds a run with another {part}" + (f" ({', '.join(keys)})" if keys else ""),
-                where=out,
-                hint="choose another --out, or repeat the command that made the file",
-            )
+    if different := head.differences(found.header, header):
+        raise ResultsError(
+            f"the file holds a run with another {', '.join(different)}",
+            where=out,
+            hint="choose another --out, or repeat the command that made the file",
+        )
     done = results.finished(found)
-    note(f"continuing {out}: {len(done)} of {header['plan']['blocks'] * len(header['arms'])} runs are there")
+    note(f"continuing {out}: {len(done)} of {head.total_runs(header)} runs are there")
     return found.header, done, list(found.checks)
 
 
@@ -274,9 +172,7 @@ def _samples(
         token_ms = [x / 1e6 for x in ns]
         per_token = [1e9 * k / x for k, x in zip(test["n_tokens"], ns, strict=True)]
         read, want = test["read_bytes"], needed[test["test"]]
-        failed = (
-            outcome.reason if outcome.reason else None if test["logits_finite"] else "logits are not finite"
-        )
+        failed = outcome.reason if outcome.reason else None if test["logits_finite"] else "logits are not finite"
         rows.append(
             common
             | {
@@ -322,4 +218,3 @@ def _line(rows: Sequence[dict[str, Any]]) -> str:
         else:
             parts.append(f"{row['test']} failed: {row['reason'].splitlines()[0]}")
     return " · ".join(parts)
-

@@ -75,11 +75,7 @@ class Worker:
         used = self.counters.delta(before, self.counters.snapshot())
         # "CPU_Mapped model buffer size = …": where the loader put the weights
         buffers = sorted(
-            {
-                line.split(" model buffer size")[0].split()[-1]
-                for line in self.log
-                if " model buffer size" in line
-            }
+            {line.split(" model buffer size")[0].split()[-1] for line in self.log if " model buffer size" in line}
         )
         self.emit(
             "loaded",

@@ -23,6 +23,94 @@ def bench() -> None:
     """
 
 
+@bench.command("run")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--arms", default="stock,off,madv,hint", show_default=True, help="Names; the first is the baseline.")
+@click.option(
+    "--arm",
+    "custom",
+    nargs=3,
+    multiple=True,
+    metavar="NAME WHEEL ENV",
+    help="One more arm: a wheel with KEY=VALUE,… for its environment ('' for none).",
+)
+@click.option("--budget", metavar="SIZE", help="Memory of each run, such as 2.5GiB.  [default: no limit]")
+@click.option("--oversubscribe", type=click.FloatRange(min=1.0, min_open=True), help="Budget = model size / this.")
+@click.option("-p", "--n-prompt", type=click.IntRange(min=0), default=64, show_default=True, help="Prefill tokens.")
+@click.option("-n", "--n-gen", type=click.IntRange(min=0), default=48, show_default=True, help="Decode tokens.")
+@click.option("-t", "--threads", type=click.IntRange(min=1), help="Threads.  [default: all usable cores]")
+@click.option("-b", "--batch-size", type=click.IntRange(min=1), default=2048, show_default=True)
+@click.option("-ub", "--ubatch-size", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("--blocks", type=click.IntRange(min=1), default=6, show_default=True, help="Runs per arm.")
+@click.option("--minutes", type=float, help="Start no further block after this time.")
+@click.option("--prompt", "prompt_file", type=click.Path(path_type=Path, exists=True), help="Text to force.")
+@click.option("--warm", is_flag=True, help="Leave the page cache as it is instead of evicting the model.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), help="Results file; an unfinished one continues."
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan; measure nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
+def run_command(
+    model: Path,
+    arms: str,
+    custom: tuple[tuple[str, Path, str], ...],
+    budget: str | None,
+    oversubscribe: float | None,
+    n_prompt: int,
+    n_gen: int,
+    threads: int | None,
+    batch_size: int,
+    ubatch_size: int,
+    blocks: int,
+    minutes: float | None,
+    prompt_file: Path | None,
+    warm: bool,
+    out: Path | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Measure arms of MODEL against each other, one fresh process per run, and compare them.
+
+    Decode is forced along a fixed token list, the same in every arm; outputs are compared before any speed is
+    shown. A run that was interrupted continues with the same command.
+
+    \b
+    Example:
+      moe-madv bench run demo.gguf --oversubscribe 2.7
+      moe-madv bench run big.gguf --arms stock,hint --budget 48GiB -p 128 -n 64 --blocks 4 --out big.jsonl
+      moe-madv bench run demo.gguf --arms stock --arm late my.whl MOE_MADV_MODE=madv
+    """
+    from toolkit.bench.plan import Conditions
+    from toolkit.bench.request import Request, measure
+
+    if budget is not None and oversubscribe is not None:
+        raise click.UsageError("--budget and --oversubscribe exclude each other")
+    if n_prompt + n_gen == 0:
+        raise click.UsageError("nothing to measure: -p and -n are both 0")
+    request = Request(
+        model=model,
+        arms=tuple(name.strip() for name in arms.split(",") if name.strip()),
+        custom=tuple((name, Path(wheel), tuple(filter(None, env.split(",")))) for name, wheel, env in custom),
+        n_prompt=n_prompt,
+        n_gen=n_gen,
+        prompt_file=prompt_file,
+        budget=budget,
+        oversubscribe=oversubscribe,
+        conditions=Conditions(
+            blocks=blocks,
+            n_threads=threads,
+            n_batch=batch_size,
+            n_ubatch=ubatch_size,
+            cold=not warm,
+            minutes=minutes,
+        ),
+        out=out,
+    )
+    path = measure(request, dry_run=dry_run)
+    if path is not None:
+        _print(compare.compare(results.read([path])), "json" if as_json else "table")
+
+
 @bench.command("compare")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
 @click.option("--baseline", metavar="ARM", help="Arm to compare with.  [default: first arm of the plan]")
@@ -45,9 +133,12 @@ def compare_command(files: tuple[Path, ...], baseline: str | None, output: str, 
       moe-madv bench compare demo.jsonl
       moe-madv bench compare monday.jsonl tuesday.jsonl --baseline off --json
     """
-    findings = compare.compare(results.read(files), baseline)
+    _print(compare.compare(results.read(files), baseline), "json" if as_json else output)
+
+
+def _print(findings: compare.Findings, output: str) -> None:
     console = Console()
-    if as_json or output == "json":
+    if output == "json":
         click.echo(report.to_json(findings), nl=False)
     elif output == "csv":
         click.echo(report.to_csv(findings), nl=False)

@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -83,7 +84,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--top-k", type=_COUNT, help="Experts a token takes in a layer.")
 @click.option("--embd", type=_COUNT, help="Width of the residual stream.")
 @click.option("--ff", type=_COUNT, help="Width of one expert.")
-@click.option("--type", "type_", type=click.Choice(["Q4_0", "Q8_0", "Q4_K", "MXFP4"]), help="Of the experts.")
+@click.option("--type", type=click.Choice(["Q4_0", "Q8_0", "Q4_K", "MXFP4"]), help="Of the experts.")
 @click.option("--prompt", type=_COUNT, help="Prompt tokens of the prescribed list.")
 @click.option("--decode", type=_COUNT, help="Decoded tokens of the prescribed list.")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="TRACE.npz", help="Use a recorded routing.")
@@ -95,14 +96,13 @@ _COUNT = click.IntRange(min=1)
 def synth(
     out: Path,
     preset: str,
-    type_: str | None,
     replay: Path | None,
     seed: int,
     vocab: Path | None,
     force: bool,
     dry_run: bool,
     json_: bool,
-    **sizes: int | None,
+    **options: Any,
 ) -> None:
     """Make a model with random weights and prescribed routing, as large as a preset or as given.
 
@@ -119,14 +119,11 @@ def synth(
     from toolkit.model import synth as synthesis
     from toolkit.model.routing import WINDOW, statistics
 
-    given = {name: value for name, value in sizes.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     fixed = given.keys() & {"experts", "top_k", "prompt", "decode"}
     if replay is not None and fixed:
         raise click.UsageError(f"--replay fixes --{min(fixed).replace('_', '-')}; leave it out")
-    if type_ is not None:
-        shape = replace(synthesis.PRESETS[preset], **given, type=type_)
-    else:
-        shape = replace(synthesis.PRESETS[preset], **given)
+    shape = replace(synthesis.PRESETS[preset], **given)
     shape, trace = synthesis.routing(shape, replay, seed)
     made = synthesis.Synth(shape, trace, vocab=vocab or _fetched_vocabulary(), seed=seed, preset=preset)
 

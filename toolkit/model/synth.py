@@ -298,7 +298,7 @@ def _check(shape: Shape, trace: Trace) -> None:
             f"{n_positions} positions (prompt and decode) need a residual dimension each; "
             f"--embd {shape.embd} leaves room for {limit}",
             where=trace.source,
-            hint=f"use --embd {-(-n_positions * 4 // 3 // 256 + 1) * 256} or fewer positions",
+            hint=f"use --embd {-(-n_positions * 4 // (3 * 256)) * 256} or fewer positions",
         )
     if trace.experts.size > _MAX_IDS:
         raise ModelError(
@@ -321,16 +321,16 @@ def _parameters(path: Path) -> dict[str, Any] | None:
 def prescription(path: Path) -> Prescription:
     """Read back what `synth` prescribed; raises ModelError if the file is not one of its."""
     metadata = read_header(path).metadata
-    tokens, n_prompt, experts = (metadata.get(f"moe_madv.{key}") for key in ("tokens", "n_prompt", "experts"))
-    layers, top_k = (metadata.get(f"{ARCH}.{key}") for key in ("block_count", "expert_used_count"))
-    if not isinstance(tokens, tuple) or not isinstance(experts, tuple) or not isinstance(n_prompt, int):
+    if "moe_madv.experts" not in metadata:
         raise ModelError(
             "no prescribed routing in this file",
             where=path,
-            hint="make one with `moe-madv model synth FILE --preset demo`",
+            hint="make one with: moe-madv model synth FILE --preset demo",
         )
+    tokens = metadata["moe_madv.tokens"]
+    top_k: int = metadata[f"{ARCH}.expert_used_count"]
     return Prescription(
         tokens=tokens,
-        n_prompt=n_prompt,
-        experts=np.array(experts, dtype=np.int32).reshape(len(tokens), layers, top_k),
+        n_prompt=metadata["moe_madv.n_prompt"],
+        experts=np.array(metadata["moe_madv.experts"], dtype=np.int32).reshape(len(tokens), -1, top_k),
     )

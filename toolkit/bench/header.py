@@ -1,0 +1,91 @@
+"""The header of a results file: what was compared, on what, under which conditions; and when two are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from toolkit import __version__, results
+from toolkit.bench import limits, machine, plan
+from toolkit.bench.plan import Arm, Conditions, Tokens
+from toolkit.model.layout import ModelLayout
+
+
+def make(
+    layout: ModelLayout,
+    arms: Sequence[Arm],
+    tokens: Tokens,
+    conditions: Conditions,
+    facts: machine.MachineFacts,
+    *,
+    pin: str,
+    series: str,
+) -> dict[str, Any]:
+    first = layout.shards[0].path
+    method = limits.detect().name
+    return {
+        "kind": "run",
+        "format": results.FORMAT,
+        "run_id": uuid.uuid4().hex[:12],
+        "created": now(),
+        "toolkit_version": __version__,
+        "pin": pin,
+        "series": series,
+        "model": {
+            "filename": first.name,
+            "size": sum(shard.path.stat().st_size for shard in layout.shards),
+            "architecture": layout.architecture,
+            "layers": len(layout.layers),
+            "experts": max((layer.experts for layer in layout.layers), default=0),
+            "top_k": max((layer.top_k for layer in layout.layers), default=0),
+            "routed_bytes_per_token": layout.routed_bytes_per_token,
+        },
+        "plan": {
+            "arms": [arm.name for arm in arms],
+            "tests": plan.test_names(len(tokens.prompt), len(tokens.gen)),
+            "blocks": conditions.blocks,
+            "n_prompt": len(tokens.prompt),
+            "n_gen": len(tokens.gen),
+            "n_threads": conditions.n_threads,
+            "n_batch": conditions.n_batch,
+            "n_ubatch": conditions.n_ubatch,
+            "budget_bytes": conditions.budget_bytes,
+            "budget_method": "none" if conditions.budget_bytes is None else method,
+            "cold": conditions.cold,
+            "tokens_sha256": tokens.sha256,
+            "tokens_source": tokens.source,
+        },
+        # read-ahead and kernel at the top too, where rows are compared
+        "machine": {**dataclasses.asdict(facts), "read_ahead_kb": facts.storage.read_ahead_kb},
+        "arms": {
+            arm.name: {
+                "label": arm.label,
+                "wheel_sha256": arm.wheel_sha256,
+                "payload": arm.payload,
+                "mode": arm.mode,
+                "env": arm.env,
+            }
+            for arm in arms
+        },
+    }
+
+
+def total_runs(header: dict[str, Any]) -> int:
+    return int(header["plan"]["blocks"]) * len(header["arms"])
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """What makes two headers different comparisons, such as `plan.n_gen`; run id and time do not count."""
+    different = [part for part in ("pin", "series") if a.get(part) != b[part]]
+    for part in ("model", "plan", "arms"):
+        before, now = a.get(part, {}), b[part]
+        different += [f"{part}.{key}" for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    return different
+
+
+def now() -> str:
+    """UTC, ISO 8601."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

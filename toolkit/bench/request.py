@@ -1,0 +1,114 @@
+"""From what was asked for to a finished results file."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit import config, results
+from toolkit.bench import header as head
+from toolkit.bench import limits, machine, plan
+from toolkit.bench import tokens as forced
+from toolkit.bench.launch import job_of
+from toolkit.bench.plan import Arm, Conditions, Tokens
+from toolkit.bench.run import run
+from toolkit.bench.select import arm_of_wheel, arms_by_name
+from toolkit.console import MIB, note
+from toolkit.errors import BenchError
+from toolkit.model.layout import Access, ModelLayout, read_model
+from toolkit.model.synth import prescription
+from toolkit.series import load_series
+from toolkit.upstream import load_pin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A comparison as asked for, before anything was looked at."""
+
+    model: Path
+    arms: tuple[str, ...]
+    custom: tuple[tuple[str, Path, tuple[str, ...]], ...]  # name, wheel, KEY=VALUE settings
+    n_prompt: int
+    n_gen: int
+    prompt_file: Path | None
+    budget: str | None
+    oversubscribe: float | None
+    conditions: Conditions
+    out: Path | None
+
+
+def measure(request: Request, *, dry_run: bool) -> Path | None:
+    """Resolve the request, measure, and return the results file; with `dry_run` only say what would be done."""
+    layout = read_model(request.model)
+    size = sum(shard.path.stat().st_size for shard in layout.shards)
+    budget = None
+    if request.budget is not None:
+        budget = limits.parse_size(request.budget)
+    elif request.oversubscribe is not None:
+        budget = int(size / request.oversubscribe)
+    facts = machine.facts(layout.shards[0].path)
+    conditions = dataclasses.replace(
+        request.conditions,
+        budget_bytes=budget,
+        n_threads=request.conditions.n_threads or facts.usable_cores,
+    )
+    pin, series, home = load_pin(), load_series(config.patches_dir()), config.home()
+
+    for text in machine.warnings(facts):
+        note(f"warning: {text}")
+    always = layout.nbytes(Access.ALWAYS_USED)
+    if budget is not None and always is not None and always > budget:
+        raise BenchError(
+            f"a budget of {budget / MIB:.0f} MiB does not even hold the always used weights, {always / MIB:.0f} MiB",
+            where=layout.shards[0].path,
+            hint=f"use --budget {always * 3 // 2 / MIB:.0f}MiB or more",
+        )
+    names = [*request.arms, *(name for name, *_ in request.custom)]
+    if len(set(names)) != len(names) or not names:
+        raise BenchError(f"arms need different names: {', '.join(names) or 'none given'}")
+    note(
+        f"{layout.shards[0].path.name}: {size / MIB:.0f} MiB, budget "
+        + (f"{budget / MIB:.0f} MiB ({size / budget:.1f}x oversubscribed)" if budget else "none")
+        + f", {len(names)} arms ({', '.join(names)}) x {conditions.blocks} blocks, "
+        + f"{conditions.n_threads} threads, read-ahead {facts.storage.read_ahead_kb} KiB"
+    )
+    if dry_run:
+        for step in plan.order(names, conditions.blocks):
+            note(f"block {step.block}: {step.arm}")
+        return None
+
+    arms = [
+        *arms_by_name(request.arms, pin, series, home),
+        *(arm_of_wheel(name, wheel, settings, home) for name, wheel, settings in request.custom),
+    ]
+    tokens = _tokens(request, layout, conditions, arms[0])
+    header = head.make(layout, arms, tokens, conditions, facts, pin=pin.commit, series=series.digest)
+    out = request.out or _default_out(header)
+    run(layout, arms, tokens, conditions, out, header)
+    return out
+
+
+def _tokens(request: Request, layout: ModelLayout, conditions: Conditions, arm: Arm) -> Tokens:
+    if "moe_madv.tokens" in layout.shards[0].header.metadata and request.prompt_file is None:
+        return forced.prescribed(prescription(layout.shards[0].path), request.n_prompt, request.n_gen)
+    job = job_of(layout, conditions, request.n_prompt + request.n_gen)
+    with limits.memory_budget(None) as unlimited:
+        return forced.from_text(arm, job, unlimited, request.n_prompt, request.n_gen, request.prompt_file)
+
+
+def _default_out(header: dict[str, Any]) -> Path:
+    """results/<machine>/<date>-<model>-<arms>.jsonl: the unfinished one of the same plan, or a new one."""
+    folder = Path("results") / header["machine"]["name"]
+    day = header["created"][:10]
+    stem = f"{day}-{Path(header['model']['filename']).stem}-{'-'.join(header['plan']['arms'])}"
+    for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))):
+        out = folder / f"{stem}{suffix}.jsonl"
+        if not out.exists():
+            return out
+        (found,) = results.read([out])
+        if not head.differences(found.header, header) and len(results.finished(found)) < head.total_runs(header):
+            return out
+    raise AssertionError("unreachable")

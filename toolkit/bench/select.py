@@ -1,0 +1,87 @@
+"""From the names of a comparison to runtimes that can be started: which wheel, which environment, which mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from toolkit import wheelfile
+from toolkit.arms import arm_environment
+from toolkit.bench.plan import STOCK, Arm
+from toolkit.errors import BenchError, BuildError
+from toolkit.series import Series
+from toolkit.upstream import Pin
+from toolkit.wheelfile import Wheel
+
+MODE_VARIABLE = "MOE_MADV_MODE"
+_BUILD = "moe-madv build --backend cpu --arm both"
+
+
+def arms_by_name(names: Sequence[str], pin: Pin, series: Series, home: Path) -> list[Arm]:
+    """`stock` is the baseline wheel; any other name is that mode of the patched wheel of this series.
+
+    Both wheels must come from the same options and compiler, or the comparison would be of these.
+    """
+    wheels = {"baseline": _newest(home, pin, None)} if STOCK in names else {}
+    if any(name != STOCK for name in names):
+        wheels["patched"] = _newest(home, pin, series.digest)
+    if len(wheels) == 2:
+        _require_same_build(wheels["baseline"], wheels["patched"])
+    return [
+        _arm(name, wheels["baseline"], home, None, {})
+        if name == STOCK
+        else _arm(name, wheels["patched"], home, name, {MODE_VARIABLE: name})
+        for name in names
+    ]
+
+
+def arm_of_wheel(name: str, path: Path, settings: Iterable[str], home: Path) -> Arm:
+    """An arm of any wheel with a manifest, with KEY=VALUE settings added to its environment."""
+    env: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise BenchError(f"{setting!r} is not KEY=VALUE", where=f"--arm {name}")
+        env[key] = value
+    wheel = wheelfile.load(path)
+    patched = wheel.manifest.payload is not None
+    return _arm(name, wheel, home, env.get(MODE_VARIABLE, "off") if patched else None, env)
+
+
+def _arm(name: str, wheel: Wheel, home: Path, mode: str | None, env: dict[str, str]) -> Arm:
+    installed = arm_environment(wheel, home)
+    return Arm(
+        name=name,
+        python=installed.python,
+        label=installed.label,
+        wheel_sha256=wheel.sha256,
+        payload=wheel.manifest.payload,
+        mode=mode,
+        env=env,
+    )
+
+
+def _newest(home: Path, pin: Pin, series: str | None) -> Wheel:
+    found: list[Wheel] = []
+    for path in (home / "wheels").glob("*/*.whl"):
+        try:
+            wheel = wheelfile.load(path)
+        except BuildError:
+            continue  # unfinished, or from another version of the toolkit
+        if wheel.manifest.pin == pin.commit and wheel.manifest.series == series:
+            found.append(wheel)
+    if not found:
+        what = "the unpatched build" if series is None else "this series"
+        raise BenchError(f"there is no wheel of {what} at {pin.commit[:9]}", where=home / "wheels", hint=_BUILD)
+    return max(found, key=lambda wheel: wheel.path.stat().st_mtime)
+
+
+def _require_same_build(a: Wheel, b: Wheel) -> None:
+    for what in ("backend", "defines", "cmake_args", "compiler", "machine_options"):
+        first, second = getattr(a.manifest, what), getattr(b.manifest, what)
+        if first != second:
+            raise BenchError(
+                f"the two wheels were built with other {what}: {first} and {second}",
+                where=f"{a.path} and {b.path}",
+                hint=f"{_BUILD} --force",
+            )
