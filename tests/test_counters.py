@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from toolkit.bench import counters
 from toolkit.bench.counters import delta, lowest_available, snapshot
 from toolkit.bench.disk import MEMORY_FILESYSTEMS, mount_of

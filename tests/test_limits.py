@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from toolkit.bench.cgroup import Hierarchy
 from toolkit.bench.disk import MEMORY_FILESYSTEMS, mount_of
 from toolkit.bench.limits import (

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from toolkit.bench.disk import Storage, mount_of, mounts, storage_of
 from toolkit.bench.machine import MachineFacts, facts, machine_name, warnings
 from toolkit.errors import MachineError
@@ -223,6 +224,17 @@ def test_an_arm_board_is_named_by_its_device_tree(tmp_path: Path, monkeypatch: p
     (root / "proc/device-tree").mkdir()
     (root / "proc/device-tree/model").write_bytes(b"Small Board 5\0")
     assert facts(Path("/m"), root=root).name == "small-board-5-2c-8g"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lock limits and capabilities of Linux")
+def test_the_lock_limit_counts_only_without_the_capability(tmp_path: Path) -> None:
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    plain = tree(tmp_path / "a", {"proc/self/status": "Name:\tx\nCapEff:\t0000000000000000"})
+    able = tree(tmp_path / "b", {"proc/self/status": "Name:\tx\nCapEff:\t0000000000004000"})
+    assert facts(Path("/m"), root=plain).memlock_bytes == (None if limit == resource.RLIM_INFINITY else limit)
+    assert facts(Path("/m"), root=able).memlock_bytes is None
 
 
 @pytest.mark.parametrize(

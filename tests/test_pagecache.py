@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from toolkit.bench import pagecache
 from toolkit.bench.disk import MEMORY_FILESYSTEMS, mount_of
 from toolkit.bench.pagecache import EvictResult, Mapper, Residency, evict, mappers, residency

@@ -65,7 +65,7 @@ struct ggml_moe_prefetch_state {
 
     ggml_moe_prefetch_state() {
         const char * name = getenv("MOE_MADV_MODE");
-        if (name == nullptr) {
+        if (name == nullptr || name[0] == '\0') {
             return;
         }
         for (int i = 0; i < GGML_MOE_PREFETCH_MODE_COUNT; i++) {

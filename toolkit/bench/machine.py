@@ -33,7 +33,7 @@ class MachineFacts:
     usable_cores: int  # by CPU affinity
     memory_bytes: int
     swap_bytes: int
-    memlock_bytes: int | None  # RLIMIT_MEMLOCK; None: unlimited or unknown
+    memlock_bytes: int | None  # what may be locked in memory; None: all, or unknown
     os: str
     kernel: str
     page_size: int
@@ -62,7 +62,7 @@ def facts(path: Path, *, root: Path = Path("/")) -> MachineFacts:
         usable_cores=_usable_cores(cores),
         memory_bytes=memory,
         swap_bytes=int(psutil.swap_memory().total) if swap is None else swap,
-        memlock_bytes=_memlock(),
+        memlock_bytes=_memlock(proc),
         os=_os_name(root),
         kernel=kernel,
         page_size=mmap.PAGESIZE,
@@ -115,8 +115,10 @@ def _usable_cores(cores: int) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
 
 
-def _memlock() -> int | None:
-    if sys.platform == "win32":
+def _memlock(proc: Path) -> int | None:
+    """RLIMIT_MEMLOCK, which a process with CAP_IPC_LOCK (number 14) may pass."""
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", read(proc / "self/status") or "", re.MULTILINE)
+    if sys.platform == "win32" or (capabilities and int(capabilities[1], 16) >> 14 & 1):
         return None
     import resource  # POSIX only
 
@@ -193,8 +195,7 @@ def warnings(facts: MachineFacts) -> list[str]:
         facts.usable_cores < facts.logical_cores
         and f"Only {facts.usable_cores} of {facts.logical_cores} cores may be used: more threads are slower.",
         facts.memlock_bytes is not None
-        and f"At most {facts.memlock_bytes / MIB:.2f} MiB can be locked without privilege (ulimit -l): "
-        "an arm that locks more fails.",
+        and f"At most {facts.memlock_bytes / MIB:.2f} MiB can be locked (ulimit -l): an arm that locks more fails.",
         bool({"wsl1", "wsl2"} & set(virtual))
         and "This is WSL: Windows may cache the disk, so a cold run is cold on the Linux side only.",
         "vm" in virtual

@@ -200,6 +200,7 @@ def _samples(
                 "compute_ms_per_token": compute_ms if is_decode else None,
                 "load_s": outcome.loaded["load_s"] if outcome.loaded else None,
                 "load_read_bytes": outcome.loaded["load_read_bytes"] if outcome.loaded else None,
+                "load_hints": outcome.loaded["hints"] if outcome.loaded else None,
                 "buffers": outcome.loaded["buffers"] if outcome.loaded else None,
             }
         )

@@ -85,6 +85,7 @@ class Worker:
             payload=self.payload.version(),
             mode=self.payload.mode(),
             buffers=buffers,
+            hints=self.payload.counters(),
         )
         return session
 
