@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from toolkit import cpuflags, toolchain
-from toolkit.backends import BACKENDS, get_backend
+from toolkit.backends import BACKENDS, Backend, get_backend
 from toolkit.errors import BuildError, MachineError
 from toolkit.toolchain import preflight
 
@@ -41,26 +41,26 @@ def compilers(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=lambda b: b.name)
-def test_labels_and_options_are_legal(backend):
+def test_labels_and_options_are_legal(backend: Backend) -> None:
     # PEP 440 local version segment, also within the alphabet of PEP 825.
     assert re.fullmatch(r"[a-z0-9]{1,10}", backend.label)
     assert all(re.fullmatch(r"[A-Z0-9_]+", name) for name in backend.defines)
     assert all(value for value in backend.defines.values())
 
 
-def test_the_cpu_backend_uses_this_machine_and_one_file_per_library():
+def test_the_cpu_backend_uses_this_machine_and_one_file_per_library() -> None:
     defines = BACKENDS["cpu"].defines
     assert defines["GGML_NATIVE"] == "ON"
     assert defines["LLAVA_BUILD"] == "OFF"
     assert defines["CMAKE_PLATFORM_NO_VERSIONED_SONAME"] == "ON"
 
 
-def test_an_unknown_backend_names_the_known_ones():
+def test_an_unknown_backend_names_the_known_ones() -> None:
     with pytest.raises(BuildError, match=r"'hip'.*known: cpu"):
         get_backend("hip")
 
 
-def test_all_missing_tools_are_in_one_report(bin_dir, tmp_path):
+def test_all_missing_tools_are_in_one_report(bin_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(MachineError) as e:
         preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)})
     for name in ("C compiler", "C++ compiler", "cmake", "ninja or make", "git"):
@@ -69,7 +69,7 @@ def test_all_missing_tools_are_in_one_report(bin_dir, tmp_path):
     assert "pip install cmake ninja" in (e.value.hint or "")
 
 
-def test_cmake_and_ninja_alone_are_taken_from_the_package_index(bin_dir, tmp_path):
+def test_cmake_and_ninja_alone_are_taken_from_the_package_index(bin_dir: Path, tmp_path: Path) -> None:
     compilers(bin_dir)
     found = preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)})
     assert found.install == ("cmake", "ninja")
@@ -79,7 +79,7 @@ def test_cmake_and_ninja_alone_are_taken_from_the_package_index(bin_dir, tmp_pat
     assert not (tmp_path / "toolbox").exists()
 
 
-def test_a_cmake_that_is_too_old_counts_as_missing(bin_dir, tmp_path):
+def test_a_cmake_that_is_too_old_counts_as_missing(bin_dir: Path, tmp_path: Path) -> None:
     compilers(bin_dir)
     program(bin_dir, "make", "GNU Make 4.3")
     old = program(bin_dir, "cmake", "cmake version 3.18.4")
@@ -89,7 +89,7 @@ def test_a_cmake_that_is_too_old_counts_as_missing(bin_dir, tmp_path):
         preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)})
 
 
-def test_what_is_there_is_used_and_identified(bin_dir, tmp_path):
+def test_what_is_there_is_used_and_identified(bin_dir: Path, tmp_path: Path) -> None:
     compilers(bin_dir)
     program(bin_dir, "cmake", "cmake version 3.21.0")
     program(bin_dir, "make", "GNU Make 4.3")
@@ -102,7 +102,7 @@ def test_what_is_there_is_used_and_identified(bin_dir, tmp_path):
     assert found.compiler == "cc 1.2.3; c++ 1.2.3; cc 1.2.3"  # the script answers -dumpmachine alike
 
 
-def test_cc_of_the_environment_is_followed(bin_dir, tmp_path):
+def test_cc_of_the_environment_is_followed(bin_dir: Path, tmp_path: Path) -> None:
     compilers(bin_dir)
     mine = program(bin_dir, "mycc", "mycc 9")
     found = preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir), "CC": "mycc -m64"})
@@ -111,7 +111,7 @@ def test_cc_of_the_environment_is_followed(bin_dir, tmp_path):
         preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir), "CC": "gone"})
 
 
-def test_an_earlier_toolbox_is_found_again(bin_dir, tmp_path):
+def test_an_earlier_toolbox_is_found_again(bin_dir: Path, tmp_path: Path) -> None:
     compilers(bin_dir)
     toolbox = toolchain.toolbox(tmp_path) / "bin"
     toolbox.mkdir(parents=True)
@@ -121,7 +121,7 @@ def test_an_earlier_toolbox_is_found_again(bin_dir, tmp_path):
     assert (found.install, found.cmake) == ((), toolbox / "cmake")
 
 
-def test_processor_flags_are_read_and_compared(tmp_path):
+def test_processor_flags_are_read_and_compared(tmp_path: Path) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu sse2 avx avx2\n\nprocessor\t: 1\n", encoding="utf-8")
     host = cpuflags.host_flags(cpuinfo)
@@ -131,14 +131,14 @@ def test_processor_flags_are_read_and_compared(tmp_path):
     assert cpuflags.host_flags(tmp_path / "none") is None
 
 
-def test_only_options_for_instruction_sets_are_taken_from_a_command():
+def test_only_options_for_instruction_sets_are_taken_from_a_command() -> None:
     command = ["cc", "-O3", "-march=native", "-mtune=native", "-mavx2", "-Wmissing", "-c", "x.c"]
     assert cpuflags.machine_options(command) == ("-march=native", "-mavx2")
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="options of x86")
-def test_the_compiler_says_which_flags_an_option_means():
+def test_the_compiler_says_which_flags_an_option_means() -> None:
     plain = cpuflags.compiled_for(["cc"], ["-march=x86-64"])
     assert plain == ()
     # The x86-64 psABI defines level 3 as these, on top of level 2 (popcnt, sse3, sse4.1, sse4.2, ssse3).

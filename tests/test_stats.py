@@ -207,3 +207,11 @@ def test_a_against_a_rarely_makes_a_winner() -> None:
     wrong = sum(simulate("ABBA", 4, 0.0, 0.03, seed=s)[1] is not Verdict.UNDECIDED for s in range(300))
     # 5 % nominal: 15 expected, standard deviation 3.8.
     assert wrong <= 26
+
+
+def test_two_blocks_never_decide() -> None:
+    """Two equal block ratios leave no spread at all: an interval of no width is luck, not knowledge."""
+    found = paired_ratio([[1.0], [1.0]], [[2.0], [2.0]])
+    assert found.ratio == 2.0
+    assert found.verdict is Verdict.UNDECIDED
+    assert paired_ratio([[1.0]] * 3, [[2.0]] * 3).verdict is Verdict.FASTER

@@ -6,6 +6,7 @@ import csv
 import hashlib
 import importlib.metadata
 import json
+import shlex
 import shutil
 import struct
 import subprocess
@@ -58,7 +59,7 @@ def plan(home: Path, patched: bool = True) -> Plan:
     )
 
 
-def test_label_version_and_key_name_the_arm(tmp_path):
+def test_label_version_and_key_name_the_arm(tmp_path: Path) -> None:
     patched, baseline = plan(tmp_path), plan(tmp_path, patched=False)
     assert (patched.label, baseline.label) == ("moe1.cpu", "base.cpu")
     assert (patched.version, baseline.version) == ("0.3.36+moe1.cpu", "0.3.36+base.cpu")
@@ -66,7 +67,7 @@ def test_label_version_and_key_name_the_arm(tmp_path):
     assert patched.key != baseline.key
 
 
-def test_the_key_covers_what_decides_the_bytes_and_not_the_place(tmp_path):
+def test_the_key_covers_what_decides_the_bytes_and_not_the_place(tmp_path: Path) -> None:
     one = plan(tmp_path)
     compiler = replace(one.toolchain, compiler="cc 13; c++ 13; x86_64")
     make = replace(one.toolchain, make=Path("/usr/bin/make"))
@@ -83,7 +84,7 @@ def test_the_key_covers_what_decides_the_bytes_and_not_the_place(tmp_path):
     assert replace(one, home=tmp_path / "other").key == one.key
 
 
-def test_both_arms_get_the_same_options_but_for_their_directory(tmp_path):
+def test_both_arms_get_the_same_options_but_for_their_directory(tmp_path: Path) -> None:
     patched, baseline = plan(tmp_path), plan(tmp_path, patched=False)
     shown = [" ".join(p.command).replace(p.key, "KEY") for p in (patched, baseline)]
     assert shown[0] == shown[1]
@@ -93,7 +94,7 @@ def test_both_arms_get_the_same_options_but_for_their_directory(tmp_path):
     assert "CCACHE_BASEDIR" not in replace(patched, toolchain=replace(patched.toolchain, ccache=None)).environment
 
 
-def test_an_arm_and_its_series_belong_together(tmp_path):
+def test_an_arm_and_its_series_belong_together(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="patched arm needs a series"):
         plan_build("patched", get_backend("cpu"), PIN, None, tmp_path)
     with pytest.raises(BuildError, match="baseline arm has no series"):
@@ -108,7 +109,7 @@ def test_an_arm_and_its_series_belong_together(tmp_path):
         ("-DARCH='80;90' -DFLAGS=\"-O2 -g\"", ("-DARCH=80;90", "-DFLAGS=-O2 -g")),
     ],
 )
-def test_cmake_args_are_split_as_a_shell_would(value, expected):
+def test_cmake_args_are_split_as_a_shell_would(value: str, expected: object) -> None:
     assert parse_cmake_args(value) == expected
 
 
@@ -122,13 +123,13 @@ def test_cmake_args_are_split_as_a_shell_would(value, expected):
         "GGML_CUDA=on",  # not an option
     ],
 )
-def test_cmake_args_with_stray_quotes_are_refused(value):
+def test_cmake_args_with_stray_quotes_are_refused(value: str) -> None:
     with pytest.raises(BuildError) as e:
         parse_cmake_args(value)
     assert e.value.where == value
 
 
-def test_variables_that_change_a_build_unseen_are_left_out():
+def test_variables_that_change_a_build_unseen_are_left_out() -> None:
     environ = {
         "PATH": "/bin",
         "CC": "gcc",
@@ -157,16 +158,16 @@ CMake Warning:
 """
 
 
-def test_options_cmake_did_not_use_are_found_in_its_log():
+def test_options_cmake_did_not_use_are_found_in_its_log() -> None:
     assert compiling.unused_defines(UNUSED_LOG.splitlines()) == ("LLAMA_HIPBLAS", "NO_SUCH_OPTION")
     assert compiling.unused_defines(["-- Configuring done", "    -- indented"]) == ()
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake")
-def test_the_cmake_of_this_machine_words_it_that_way(tmp_path):
+def test_the_cmake_of_this_machine_words_it_that_way(tmp_path: Path) -> None:
     text = 'cmake_minimum_required(VERSION 3.21)\nproject(x NONE)\nmessage("${USED}")\n'
     (tmp_path / "CMakeLists.txt").write_text(text, encoding="utf-8")
-    command = ["cmake", "-S", tmp_path, "-B", tmp_path / "b", "-DUSED=1", "-DUNUSED=1"]
+    command = ["cmake", "-S", str(tmp_path), "-B", str(tmp_path / "b"), "-DUSED=1", "-DUNUSED=1"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", check=True)
     assert compiling.unused_defines(done.stdout.splitlines()) == ("UNUSED",)
 
@@ -180,7 +181,7 @@ def test_the_cmake_of_this_machine_words_it_that_way(tmp_path):
         ("x = a[3/4]", None),
     ],
 )
-def test_progress_of_ninja_and_make_is_read(line, expected):
+def test_progress_of_ninja_and_make_is_read(line: str, expected: object) -> None:
     assert compiling.position(line) == expected
 
 
@@ -188,7 +189,7 @@ def script(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
-def test_a_build_is_logged_whole_and_reported(tmp_path, capsys):
+def test_a_build_is_logged_whole_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "logs" / "x.log"
     text = "print('configure'); print('[1/2] a'); print('[2/2] b')"
     compiling.compile_with_progress(script(text), env={}, log=log, label="x")
@@ -196,7 +197,7 @@ def test_a_build_is_logged_whole_and_reported(tmp_path, capsys):
     assert capsys.readouterr() == ("", "x: [1/2]\nx: [2/2]\n")
 
 
-def test_a_failed_build_shows_its_end_and_its_log(tmp_path):
+def test_a_failed_build_shows_its_end_and_its_log(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     with pytest.raises(CommandError, match="exit code 3:\nfatal: no such header") as e:
         text = "print('fatal: no such header'); raise SystemExit(3)"
@@ -204,7 +205,7 @@ def test_a_failed_build_shows_its_end_and_its_log(tmp_path):
     assert e.value.hint == f"read the whole log: {log}"
 
 
-def test_an_unused_option_stops_the_build_before_it_compiles(tmp_path):
+def test_an_unused_option_stops_the_build_before_it_compiles(tmp_path: Path) -> None:
     marker = tmp_path / "compiled"
     text = f"""
 import time
@@ -309,7 +310,7 @@ def edit(path: Path, remove: str = "", add: dict[str, bytes] | None = None) -> P
     return path
 
 
-def test_a_packed_wheel_has_its_label_one_copy_of_each_library_and_a_true_record(good, tmp_path):
+def test_a_packed_wheel_has_its_label_one_copy_of_each_library_and_a_true_record(good: Path, tmp_path: Path) -> None:
     assert good.name == f"llama_cpp_python-0.3.36+moe1.cpu-{TAGS}.whl"
     with zipfile.ZipFile(good) as z:
         names = z.namelist()
@@ -336,19 +337,19 @@ def _base64url(data: bytes) -> str:
     return "".join(table[int(bits[i : i + 6], 2)] for i in range(0, len(bits), 6))
 
 
-def test_the_same_contents_make_the_same_bytes(good, tmp_path):
+def test_the_same_contents_make_the_same_bytes(good: Path, tmp_path: Path) -> None:
     again = wheelfile.pack(raw_wheel(tmp_path / "raw"), tmp_path / "second", manifest())
     assert again.read_bytes() == good.read_bytes()
 
 
-def test_a_stored_wheel_is_loaded_as_it_was(good):
+def test_a_stored_wheel_is_loaded_as_it_was(good: Path) -> None:
     wheel = wheelfile.load(good)
     assert wheel.manifest == manifest()
     assert wheel.bytes == good.stat().st_size
     assert wheel.build.host_flags == ("avx",)
 
 
-def test_a_wheel_that_changed_after_its_manifest_is_not_loaded(good):
+def test_a_wheel_that_changed_after_its_manifest_is_not_loaded(good: Path) -> None:
     edit(good, add={"llama_cpp/extra.py": b""})
     with pytest.raises(BuildError, match="not the one its manifest describes"):
         wheelfile.load(good)
@@ -357,7 +358,7 @@ def test_a_wheel_that_changed_after_its_manifest_is_not_loaded(good):
         wheelfile.load(good)
 
 
-def test_a_good_wheel_is_explained(good):
+def test_a_good_wheel_is_explained(good: Path) -> None:
     report = check_wheel(good, host=frozenset({"avx", "avx2"}))
     assert report.problems == ()
     assert report.ok
@@ -367,7 +368,7 @@ def test_a_good_wheel_is_explained(good):
     assert set(report.base) == {"libc.so.6", "libstdc++.so.6", "libm.so.6", "ld-linux-x86-64.so.2"}
 
 
-def test_a_wheel_alone_still_says_what_it_is(good, tmp_path):
+def test_a_wheel_alone_still_says_what_it_is(good: Path, tmp_path: Path) -> None:
     (tmp_path / "away").mkdir()
     alone = Path(shutil.copy(good, tmp_path / "away"))
     report = check_wheel(alone)
@@ -380,25 +381,25 @@ def problems(path: Path, **options: frozenset[str]) -> str:
     return "\n".join(report.problems)
 
 
-def test_a_missing_sibling_is_named(good):
+def test_a_missing_sibling_is_named(good: Path) -> None:
     found = problems(edit(good, remove="llama_cpp/lib/libggml-base.so"))
     assert "libggml-base.so is missing from the wheel, libggml-cpu.so needs it" in found
 
 
-def test_a_changed_library_is_found_by_record_and_by_manifest(good):
+def test_a_changed_library_is_found_by_record_and_by_manifest(good: Path) -> None:
     found = problems(edit(good, add={"llama_cpp/lib/libggml.so": elf("libc.so.6")}))
     assert "llama_cpp/lib/libggml.so is not the file of RECORD" in found
     assert "llama_cpp/lib/libggml.so has sha256" in found
     assert "sha256 is" in found  # the manifest beside the wheel
 
 
-def test_a_library_of_another_build_is_found(good):
+def test_a_library_of_another_build_is_found(good: Path) -> None:
     found = problems(edit(good, add={"llama_cpp/lib/libggml-old.so": elf("libc.so.6")}))
     assert "llama_cpp/lib/libggml-old.so was not made by this build" in found
     assert "llama_cpp/lib/libggml-old.so is not in RECORD" in found
 
 
-def test_a_wheel_linked_with_musl_is_found(tmp_path):
+def test_a_wheel_linked_with_musl_is_found(tmp_path: Path) -> None:
     path = raw_wheel(tmp_path, {"libllama.so": elf("libc.musl-x86_64.so.1")})
     report = check_wheel(path)
     assert "needs musl: libllama.so is linked with libc.musl-x86_64.so.1" in "\n".join(report.problems)
@@ -406,13 +407,13 @@ def test_a_wheel_linked_with_musl_is_found(tmp_path):
     assert not report.ok
 
 
-def test_a_wheel_for_musl_systems_may_need_musl(tmp_path):
+def test_a_wheel_for_musl_systems_may_need_musl(tmp_path: Path) -> None:
     path = raw_wheel(tmp_path, {"libllama.so": elf("libc.musl-x86_64.so.1")})
     other = path.rename(tmp_path / "llama_cpp_python-0.3.36-py3-none-musllinux_1_2_x86_64.whl")
     assert "musl" not in problems(other)
 
 
-def test_a_wheel_of_someone_else_has_no_manifest_and_two_copies(tmp_path):
+def test_a_wheel_of_someone_else_has_no_manifest_and_two_copies(tmp_path: Path) -> None:
     report = check_wheel(raw_wheel(tmp_path))
     found = "\n".join(report.problems)
     assert "no manifest" in found
@@ -420,16 +421,16 @@ def test_a_wheel_of_someone_else_has_no_manifest_and_two_copies(tmp_path):
     assert (report.label, report.backend, report.pin) == (None, "cpu", None)
 
 
-def test_a_library_the_backend_does_not_use_is_named(tmp_path):
+def test_a_library_the_backend_does_not_use_is_named(tmp_path: Path) -> None:
     path = wheelfile.pack(raw_wheel(tmp_path, {"libllama.so": elf("libcudart.so.12")}), tmp_path / "w", manifest())
     assert "needs libcudart.so.12 (libllama.so), which the cpu backend does not use" in problems(path)
 
 
-def test_instructions_this_processor_lacks_are_named(good):
+def test_instructions_this_processor_lacks_are_named(good: Path) -> None:
     assert "lacks: avx2" in problems(good, host=frozenset({"avx"}))
 
 
-def test_a_damaged_library_is_named(tmp_path):
+def test_a_damaged_library_is_named(tmp_path: Path) -> None:
     path = raw_wheel(tmp_path, {"libllama.so": elf("libc.so.6")[:100], "libggml.so": b"text\n"})
     found = problems(path)
     assert "llama_cpp/lib/libllama.so is damaged" in found
@@ -437,14 +438,14 @@ def test_a_damaged_library_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["x.whl", "llama_cpp_python-0.3.36-py3-none-any.whl", "numpy-2.0-py3-none-any.whl"])
-def test_what_is_no_wheel_of_the_binding_is_refused(tmp_path, name):
+def test_what_is_no_wheel_of_the_binding_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"PK\x05\x06" + bytes(18) if "numpy" in name else b"no zip")
     with pytest.raises(BuildError):
         check_wheel(path)
 
 
-def test_a_manifest_of_another_format_is_refused():
+def test_a_manifest_of_another_format_is_refused() -> None:
     with pytest.raises(BuildError, match="format 2, this version reads 1"):
         Manifest.from_json({"format": 2}, Path("x"))
     with pytest.raises(BuildError, match="lacks arm, backend"):
@@ -454,7 +455,7 @@ def test_a_manifest_of_another_format_is_refused():
 # -- environments ------------------------------------------------------------------------------------------
 
 
-def test_an_environment_starts_from_the_base_interpreter(tmp_path, monkeypatch):
+def test_an_environment_starts_from_the_base_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VIRTUAL_ENV", "/nonexistent")
     monkeypatch.setenv("PIP_TARGET", str(tmp_path / "elsewhere"))
     outer = tmp_path / "outer"
@@ -492,7 +493,7 @@ def installed(tmp_path: Path) -> tuple[Path, dict[str, object]]:
     return tmp_path / "env", facts
 
 
-def test_an_environment_as_its_manifest_says_has_no_mismatch(tmp_path):
+def test_an_environment_as_its_manifest_says_has_no_mismatch(tmp_path: Path) -> None:
     root, facts = installed(tmp_path)
     assert arms.mismatches(facts, manifest(), root) == []
 
@@ -506,12 +507,12 @@ def test_an_environment_as_its_manifest_says_has_no_mismatch(tmp_path):
         ({"drift": ["llama_model_params.split_mode reads 7"]}, ["llama_model_params.split_mode reads 7"]),
     ],
 )
-def test_each_mismatch_of_an_environment_is_named(tmp_path, changes, expected):
+def test_each_mismatch_of_an_environment_is_named(tmp_path: Path, changes: dict[str, object], expected: object) -> None:
     root, facts = installed(tmp_path)
     assert arms.mismatches({**facts, **changes}, manifest(), root) == expected
 
 
-def test_libraries_from_elsewhere_are_a_mismatch(tmp_path):
+def test_libraries_from_elsewhere_are_a_mismatch(tmp_path: Path) -> None:
     root, facts = installed(tmp_path)
     facts["mapped"] = ["/usr/lib/libllama.so", *facts["mapped"][1:]]  # type: ignore[index]
     assert arms.mismatches(facts, manifest(), root) == ["/usr/lib/libllama.so was loaded"]
@@ -519,7 +520,7 @@ def test_libraries_from_elsewhere_are_a_mismatch(tmp_path):
     assert "libggml.so has another sha256" in arms.mismatches(facts, manifest(), root)
 
 
-def test_a_module_from_elsewhere_is_a_mismatch(tmp_path):
+def test_a_module_from_elsewhere_is_a_mismatch(tmp_path: Path) -> None:
     root, facts = installed(tmp_path)
     shadow = tmp_path / "src"
     shutil.copytree(root, shadow)
@@ -528,7 +529,7 @@ def test_a_module_from_elsewhere_is_a_mismatch(tmp_path):
     assert arms.mismatches(facts, manifest(), root) == [f"llama_cpp was loaded from {facts['module']}"]
 
 
-def test_a_processor_without_the_instructions_is_refused_before_anything_is_made(good, tmp_path):
+def test_a_processor_without_the_instructions_is_refused_before_anything_is_made(good: Path, tmp_path: Path) -> None:
     wheel = wheelfile.load(good)
     wheel = replace(wheel, manifest=manifest(cpu_flags=("no_such_flag",)))
     with pytest.raises(arms.MachineError, match="lacks no_such_flag"):
@@ -539,7 +540,7 @@ def test_a_processor_without_the_instructions_is_refused_before_anything_is_made
 # -- command line ------------------------------------------------------------------------------------------
 
 
-def test_wheels_check_prints_the_agreed_fields(good, monkeypatch):
+def test_wheels_check_prints_the_agreed_fields(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.cpuflags.host_flags", lambda: None)
     done = CliRunner().invoke(cli, ["wheels", "check", str(good), "--json"])
     report = json.loads(done.stdout)
@@ -559,7 +560,7 @@ def test_wheels_check_prints_the_agreed_fields(good, monkeypatch):
     assert done.stdout.splitlines()[-1] == "not ok"
 
 
-def test_wheels_list_leaves_out_what_is_not_whole(good, tmp_path, monkeypatch):
+def test_wheels_list_leaves_out_what_is_not_whole(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_MADV_HOME", str(tmp_path / "home"))
     folder = tmp_path / "home" / "wheels" / "key"
     folder.mkdir(parents=True)
@@ -572,7 +573,7 @@ def test_wheels_list_leaves_out_what_is_not_whole(good, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not all(map(shutil.which, ("cc", "c++", "git"))), reason="no compilers")
-def test_a_dry_run_prints_both_commands_and_changes_nothing(tmp_path, monkeypatch):
+def test_a_dry_run_prints_both_commands_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home"
     monkeypatch.setenv("MOE_MADV_HOME", str(home))
     monkeypatch.setenv("CMAKE_ARGS", "-DCMAKE_CUDA_ARCHITECTURES='80;90' -DX='-O2 -g'")
@@ -583,4 +584,7 @@ def test_a_dry_run_prints_both_commands_and_changes_nothing(tmp_path, monkeypatc
     assert plans[0]["series"] is None
     assert [p.name for p in home.iterdir()] == ["CACHEDIR.TAG"]
     text = CliRunner().invoke(cli, ["build", "--arm", "baseline", "--dry-run"]).stdout
-    assert "CMAKE_ARGS=\"'-DCMAKE_CUDA_ARCHITECTURES=80;90' '-DX=-O2 -g'\"" in text.replace("'\"'\"'", "'")
+    words = shlex.split(text.splitlines()[-1])  # as a POSIX shell reads the printed line
+    assert "CMAKE_ARGS='-DCMAKE_CUDA_ARCHITECTURES=80;90' '-DX=-O2 -g'" in words
+    assert words[words.index("-m") + 1] == "build"
+    assert words[-1] == str(home / "builds" / plans[0]["key"] / "src")

@@ -17,6 +17,9 @@ SEED = 1
 # so the bootstrap cannot form them; below six the interval comes from the t distribution.
 MIN_BOOTSTRAP_BLOCKS = 6
 
+# The spread of two blocks is a single difference: its interval covers on average, but can be tiny by chance.
+MIN_VERDICT_BLOCKS = 3
+
 OUTLIER_SCORE = 3.5  # Iglewicz and Hoaglin (1993), How to Detect and Handle Outliers
 # A handful of values can lie close together by chance; what is this near to the median stays unflagged.
 OUTLIER_FRACTION = 0.05
@@ -189,7 +192,9 @@ def paired_ratio(
         tail = 0.5 * math.erfc(math.sqrt(n / (n - 1)) * t / math.sqrt(2))
         low, high = (float(q) for q in np.quantile(logs, [tail, 1 - tail]))
     low, high = low - bias, high + bias
-    if low > _EPSILON:
+    if n < MIN_VERDICT_BLOCKS:
+        verdict = Verdict.UNDECIDED
+    elif low > _EPSILON:
         verdict = Verdict.FASTER
     elif high < -_EPSILON:
         verdict = Verdict.SLOWER

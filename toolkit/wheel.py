@@ -55,7 +55,7 @@ def build_wheel(plan: Plan, *, force: bool = False) -> Wheel:
             note(f"ignoring {', '.join(ignored)}: put options for both arms into CMAKE_ARGS")
         tree = source_tree(plan)
         provide(plan.toolchain, plan.home)
-        _copy_sources(plan, tree)
+        copy_sources(plan, tree)
         raw = _compile(plan)
         manifest = _describe(plan, tree, raw)
         path = wheelfile.pack(raw, plan.wheels, manifest)
@@ -85,7 +85,7 @@ def source_tree(plan: Plan) -> Tree:
     return tree
 
 
-def _copy_sources(plan: Plan, tree: Tree) -> None:
+def copy_sources(plan: Plan, tree: Tree) -> None:
     """Copy what the build reads. llama.cpp comes from its commit, so stray files cannot follow it.
 
     The binding's install rules write libraries into its own llama_cpp/lib: that must be neither the tree's

@@ -51,13 +51,13 @@ def check_wheel(path: Path, *, host: frozenset[str] | None = None) -> WheelRepor
 
     Raises BuildError when the file is not a wheel at all; everything else is in `problems`.
     """
+    if not path.is_file():
+        raise BuildError("no such file", where=path, hint="moe-madv wheels list")
     try:
         name, version, _, tags = parse_wheel_filename(path.name)
         with zipfile.ZipFile(path) as z:
             names = [i.filename for i in z.infolist() if not i.is_dir()]
             entries = {entry: z.read(entry) for entry in names}
-    except FileNotFoundError as e:
-        raise BuildError("no such file", where=path, hint="moe-madv wheels list") from e
     except (InvalidWheelFilename, zipfile.BadZipFile, OSError) as e:
         raise BuildError(f"not a wheel: {e}", where=path) from e
     if name != "llama-cpp-python":

@@ -31,25 +31,25 @@ _FORMATS = {
 }
 BLOCK_SIZE = {kind: GGML_QUANT_SIZES[kind][0] for kind in _FORMATS}
 
-_MANTISSA_RMS = math.sqrt(7 / 3)  # of a number uniform in [1, 2)
-_SIGN_AND_MANTISSA = np.uint16(0x83FF)
-_F16_MIN_EXPONENT, _F16_BIAS, _E8M0_BIAS = -14, 15, 127
+_SIGN_AND_LOW_MANTISSA = np.uint16(0x807F)
+_E8M0_BIAS = 127
 
 
 def random_blocks(bits: np.random.BitGenerator, shape: tuple[int, ...], kind: GGMLType, *, rms: float) -> NDArray[Any]:
-    """Bytes of random weights [..., elements] as uint8 [..., row bytes]; their rms is `rms` within a factor of 2.
+    """Bytes of random weights [..., elements] as uint8 [..., row bytes]; their rms is near `rms`.
 
-    All bits are random but the exponents of the scales, so nothing is infinite or NaN.
+    It is up to 1/8 more, for MXFP4 down to half. All bits are random but the leading ones of the scales, so
+    nothing is infinite or NaN.
     """
     fmt, (block, block_bytes) = _FORMATS[kind], GGML_QUANT_SIZES[kind]
     n_blocks = math.prod(shape) // block
     nbytes = n_blocks * block_bytes
     data = bits.random_raw(-(-nbytes // 8)).astype("<u8", copy=False).view(np.uint8)[:nbytes]
+    scale = rms / fmt.unit_rms
     if kind == GGMLType.MXFP4:
-        data.reshape(n_blocks, block_bytes)[:, fmt.scales] = round(math.log2(rms / fmt.unit_rms)) + _E8M0_BIAS
+        data.reshape(n_blocks, block_bytes)[:, fmt.scales] = math.floor(math.log2(scale)) + _E8M0_BIAS
     else:
-        exponent = max(round(math.log2(rms / (fmt.unit_rms * _MANTISSA_RMS))), _F16_MIN_EXPONENT)
         words = data.view("<u2").reshape(n_blocks, block_bytes // 2)[:, fmt.scales]
-        words &= _SIGN_AND_MANTISSA
-        words |= np.uint16((exponent + _F16_BIAS) << 10)
+        words &= _SIGN_AND_LOW_MANTISSA
+        words |= np.float16(scale).view(np.uint16) & ~_SIGN_AND_LOW_MANTISSA
     return data.reshape(*shape[:-1], shape[-1] // block * block_bytes)

@@ -34,6 +34,7 @@ HEAD_DIM = 128
 
 _SPIKE = 8.0  # beside random dimensions of rms 1; a power of two is exact in Q4_0
 _MARGIN, _SPREAD = 8.0, 2.0  # router logits at rms 1: others in (-1, 0], chosen in (MARGIN, MARGIN + SPREAD]
+_ATTENTION_GAIN = 0.25  # at 1, what all tokens share grows from layer to layer and drowns what tells them apart
 _MAX_IDS = 1 << 16  # in the prescription: `read_header` keeps arrays up to this length
 _FILE_TYPES = {
     "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
@@ -209,11 +210,13 @@ class Synth:
         s, n_vocab, expert_type = self.shape, len(self.vocabulary.tokens), GGMLType[self.shape.type]
         kv = s.embd // 2
 
-        def matrix(name: str, *shape: int, type: GGMLType = GGMLType.Q4_0, zero_rows: int = 0) -> _Tensor:
-            """Random weights [..., out, in] that keep the rms of their input, but for the last output rows."""
+        def matrix(
+            name: str, *shape: int, type: GGMLType = GGMLType.Q4_0, gain: float = 1.0, zero_rows: int = 0
+        ) -> _Tensor:
+            """Random weights [..., out, in] that change the rms of their input by `gain`; the last rows are zero."""
 
             def make(bits: np.random.BitGenerator) -> NDArray[Any]:
-                data = random_blocks(bits, shape, type, rms=shape[-1] ** -0.5)
+                data = random_blocks(bits, shape, type, rms=gain * shape[-1] ** -0.5)
                 data[..., shape[-2] - zero_rows :, :] = 0  # all types here read a block of zero bytes as zeros
                 return data
 
@@ -237,7 +240,7 @@ class Synth:
             yield matrix(f"blk.{i}.attn_q.weight", s.embd, s.embd)
             yield matrix(f"blk.{i}.attn_k.weight", kv, s.embd)
             yield matrix(f"blk.{i}.attn_v.weight", kv, s.embd)
-            yield matrix(f"blk.{i}.attn_output.weight", s.embd, s.embd, zero_rows=reserved)
+            yield matrix(f"blk.{i}.attn_output.weight", s.embd, s.embd, gain=_ATTENTION_GAIN, zero_rows=reserved)
             yield norm(f"blk.{i}.attn_q_norm.weight", HEAD_DIM)
             yield norm(f"blk.{i}.attn_k_norm.weight", HEAD_DIM)
             yield norm(f"blk.{i}.ffn_norm.weight", s.embd)
