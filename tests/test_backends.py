@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import cpuflags, toolchain
-from toolkit.backends import BACKENDS, Backend, get_backend
+from toolkit.build import cpuflags, toolchain
+from toolkit.build.backends import BACKENDS, Backend, get_backend
+from toolkit.build.toolchain import preflight
 from toolkit.errors import BuildError, MachineError
-from toolkit.toolchain import preflight
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the programs are shell scripts")
 

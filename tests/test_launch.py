@@ -14,7 +14,14 @@ from toolkit.bench.launch import Outcome, launch
 from toolkit.bench.plan import Arm
 from toolkit.errors import BenchError
 
-LOADED = {"event": "loaded", "payload": None, "mode": None, "buffers": ["CPU_Mapped"], "hints": None, "libraries": "lib"}
+LOADED = {
+    "event": "loaded",
+    "payload": None,
+    "mode": None,
+    "buffers": ["CPU_Mapped"],
+    "hints": None,
+    "libraries": "lib",
+}
 TEST = {"event": "test", "test": "tg2", "ns": [1, 2]}
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.patch.upstream import load_pin, pristine
 from toolkit.process import run
-from toolkit.upstream import load_pin, pristine
 
 pytestmark = pytest.mark.native
 

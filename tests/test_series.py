@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner
 from fake_upstream import GRAPH, LOADER, FakeUpstream, git, hook_patch, snapshot, write, write_series
 
-from toolkit import patchfile, patching
 from toolkit.cli.patch import patch as patch_command
 from toolkit.errors import PatchError, PinError
-from toolkit.patching import State
-from toolkit.replay import HookStatus
-from toolkit.series import Series, load_series
+from toolkit.patch import patchfile, patching
+from toolkit.patch.patching import State
+from toolkit.patch.replay import HookStatus
+from toolkit.patch.series import Series, load_series
 
 
 @pytest.fixture
@@ -552,7 +552,7 @@ def cli(patches: Path, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch) 
         },
     )
     monkeypatch.setattr("toolkit.cli.patch.patches_dir", lambda: patches)
-    monkeypatch.setattr("toolkit.upstream.patches_dir", lambda: patches)
+    monkeypatch.setattr("toolkit.patch.upstream.patches_dir", lambda: patches)
     return CliRunner()
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as reference  # type: ignore[import-untyped]
 
-from toolkit.stats import (
+from toolkit.evidence.stats import (
     Drift,
     Verdict,
     drift,

@@ -18,13 +18,13 @@ import pytest
 from click.testing import CliRunner
 from fake_upstream import BINDING_FILES, FILES, FakeUpstream, git, pack, snapshot, write
 
-from toolkit import download, sdist
 from toolkit.cli.fetch import fetch as fetch_command
 from toolkit.errors import FetchError, MachineError, PinError
-from toolkit.gitrepo import Git
-from toolkit.mirror import fetch_git
-from toolkit.sdist import PipSettings
-from toolkit.upstream import Arm, Pin, arm_tree, check_complete, fetch_sdist, load_pin, locate, pristine, tree_dir
+from toolkit.patch import download, sdist
+from toolkit.patch.gitrepo import Git
+from toolkit.patch.mirror import fetch_git
+from toolkit.patch.sdist import PipSettings
+from toolkit.patch.upstream import Arm, Pin, arm_tree, check_complete, fetch_sdist, load_pin, locate, pristine, tree_dir
 
 
 @dataclass
@@ -593,7 +593,7 @@ def test_fetch_command_json_and_dry_run(
             f'commit = "{pin.commit}"\n'
         },
     )
-    monkeypatch.setattr("toolkit.upstream.patches_dir", lambda: tmp_path / "patches")
+    monkeypatch.setattr("toolkit.patch.upstream.patches_dir", lambda: tmp_path / "patches")
     cli = CliRunner()
     plan = json.loads(cli.invoke(fetch_command, ["--dry-run", "--json"]).stdout)
     assert (plan["present"], plan["pin"]) == (False, pin.commit)

@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from toolkit import arms, compiling, venv, wheelfile
-from toolkit.backends import get_backend
-from toolkit.buildplan import Plan, clean_environment, parse_cmake_args, plan_build
+from toolkit.build import arms, compiling, venv, wheelfile
+from toolkit.build.backends import get_backend
+from toolkit.build.buildplan import Plan, clean_environment, parse_cmake_args, plan_build
+from toolkit.build.toolchain import Toolchain
+from toolkit.build.wheelcheck import check_wheel
+from toolkit.build.wheelfile import BuildRecord, Manifest
 from toolkit.cli import cli
 from toolkit.errors import BuildError, CommandError
-from toolkit.series import Hook, Payload, Series
-from toolkit.toolchain import Toolchain
-from toolkit.upstream import Pin
-from toolkit.wheelcheck import check_wheel
-from toolkit.wheelfile import BuildRecord, Manifest
+from toolkit.patch.series import Hook, Payload, Series
+from toolkit.patch.upstream import Pin
 
 PIN = Pin(binding="0.3.36", sdist_sha256="5" * 64, commit="a" * 40)
 TAGS = "py3-none-linux_x86_64"
@@ -463,7 +463,7 @@ def test_an_environment_starts_from_the_base_interpreter(tmp_path: Path, monkeyp
     # Made from an interpreter that lives in an environment without pip.
     text = (
         f"import sys; sys.path[:0] = {[str(Path(venv.__file__).parents[1]), *sys.path]!r}\n"
-        "from pathlib import Path; from toolkit.venv import create_venv, pip_install\n"
+        "from pathlib import Path; from toolkit.build.venv import create_venv, pip_install\n"
         f"python = create_venv(Path({str(tmp_path / 'inner')!r})); pip_install(python, 'pip'); print(python)\n"
     )
     made = subprocess.run([outer / "bin" / "python", "-c", text], capture_output=True, text=True, check=True)
@@ -541,7 +541,7 @@ def test_a_processor_without_the_instructions_is_refused_before_anything_is_made
 
 
 def test_wheels_check_prints_the_agreed_fields(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toolkit.cpuflags.host_flags", lambda: None)
+    monkeypatch.setattr("toolkit.build.cpuflags.host_flags", lambda: None)
     done = CliRunner().invoke(cli, ["wheels", "check", str(good), "--json"])
     report = json.loads(done.stdout)
     assert done.exit_code == 0

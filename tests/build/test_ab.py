@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from toolkit import results
 from toolkit.bench import limits
 from toolkit.bench.check import matches_prescription, trace_experts
 from toolkit.bench.launch import job_of, launch
 from toolkit.bench.plan import Arm, Conditions
 from toolkit.bench.tokens import prescribed
 from toolkit.cli import cli
+from toolkit.evidence import results
 from toolkit.model.layout import read_model
 from toolkit.model.synth import prescription
 
@@ -36,8 +36,8 @@ def _moe_madv(*args: str | Path) -> str:
 def arms(both_wheels: Path) -> Sequence[Arm]:
     from toolkit.bench.select import arms_by_name
     from toolkit.config import patches_dir
-    from toolkit.series import load_series
-    from toolkit.upstream import load_pin
+    from toolkit.patch.series import load_series
+    from toolkit.patch.upstream import load_pin
 
     return arms_by_name(["stock", "off", "madv", "hint"], load_pin(), load_series(patches_dir()), both_wheels)
 
@@ -54,7 +54,16 @@ def test_every_arm_gives_the_same_rows_of_a_complete_run(
     }
 
     (run,) = results.read([out])
-    assert [s["arm"] for s in run.samples if s["test"] == "tg8"] == "stock off madv hint hint madv off stock".split()
+    assert [s["arm"] for s in run.samples if s["test"] == "tg8"] == [
+        "stock",
+        "off",
+        "madv",
+        "hint",
+        "hint",
+        "madv",
+        "off",
+        "stock",
+    ]
     assert {s["status"] for s in run.samples} == {"ok"}
     assert len({s["logits_sha256"] for s in run.samples if s["test"] == "tg8"}) == 1
     assert {c["arm"]: c["outputs_equal"] for c in run.checks} == dict.fromkeys(("stock", "off", "madv", "hint"), True)
@@ -85,7 +94,23 @@ def test_a_finished_run_is_not_measured_again_and_a_cut_one_continues(
 ) -> None:
     monkeypatch.setenv("MOE_MADV_HOME", str(both_wheels))
     out = tmp_path / "run.jsonl"
-    args = ["bench", "run", tiny, "--arms", "stock,hint", "-p", "0", "-n", "4", "-t", "2", "--blocks", "2", "--out", out]
+    args = [
+        "bench",
+        "run",
+        tiny,
+        "--arms",
+        "stock,hint",
+        "-p",
+        "0",
+        "-n",
+        "4",
+        "-t",
+        "2",
+        "--blocks",
+        "2",
+        "--out",
+        out,
+    ]
     _moe_madv(*args)
     whole = out.read_bytes()
     _moe_madv(*args)

@@ -14,19 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import cpuflags
-from toolkit.arms import ArmEnv, arm_environment
-from toolkit.backends import get_backend
-from toolkit.buildplan import Plan, plan_build
+from toolkit.build import cpuflags
+from toolkit.build.arms import ArmEnv, arm_environment
+from toolkit.build.backends import get_backend
+from toolkit.build.buildplan import Plan, plan_build
+from toolkit.build.wheel import build_wheel, copy_sources, source_tree
+from toolkit.build.wheelcheck import check_wheel
+from toolkit.build.wheelfile import Wheel
 from toolkit.config import patches_dir
 from toolkit.errors import BuildError, FetchError, PatchError
-from toolkit.gitrepo import Git
-from toolkit.patching import apply
-from toolkit.series import load_series
-from toolkit.upstream import arm_tree, fetch_sdist, load_pin, tree_dir
-from toolkit.wheel import build_wheel, copy_sources, source_tree
-from toolkit.wheelcheck import check_wheel
-from toolkit.wheelfile import Wheel
+from toolkit.patch.gitrepo import Git
+from toolkit.patch.patching import apply
+from toolkit.patch.series import load_series
+from toolkit.patch.upstream import arm_tree, fetch_sdist, load_pin, tree_dir
 
 pytestmark = pytest.mark.build
 

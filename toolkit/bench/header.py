@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from toolkit import __version__, results
+from toolkit import __version__
 from toolkit.bench import limits, machine, plan
 from toolkit.bench.plan import Arm, Conditions, Tokens
+from toolkit.evidence import results
 from toolkit.model.layout import ModelLayout
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import config, results
+from toolkit import config
 from toolkit.bench import header as head
 from toolkit.bench import limits, machine, plan
 from toolkit.bench import tokens as forced
@@ -18,10 +18,11 @@ from toolkit.bench.run import run
 from toolkit.bench.select import arm_of_wheel, arms_by_name
 from toolkit.console import MIB, note
 from toolkit.errors import BenchError
+from toolkit.evidence import results
 from toolkit.model.layout import Access, ModelLayout, read_model
 from toolkit.model.synth import prescription
-from toolkit.series import load_series
-from toolkit.upstream import load_pin
+from toolkit.patch.series import load_series
+from toolkit.patch.upstream import load_pin
 
 
 @dataclass(frozen=True, kw_only=True)

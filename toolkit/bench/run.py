@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from toolkit import results
 from toolkit.bench import check, limits, machine, pagecache, plan, storage
 from toolkit.bench import header as head
 from toolkit.bench.launch import Outcome, job_of, launch
 from toolkit.bench.plan import Arm, Conditions, Step, Tokens
 from toolkit.console import MIB, note
 from toolkit.errors import BenchError, ResultsError
+from toolkit.evidence import results
 from toolkit.files import write_text
 from toolkit.model.layout import ModelLayout, needed_bytes
 

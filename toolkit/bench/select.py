@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from toolkit import wheelfile
-from toolkit.arms import arm_environment
 from toolkit.bench.plan import STOCK, Arm
+from toolkit.build import wheelfile
+from toolkit.build.arms import arm_environment
+from toolkit.build.wheelfile import Wheel
 from toolkit.errors import BenchError, BuildError
-from toolkit.series import Series
-from toolkit.upstream import Pin
-from toolkit.wheelfile import Wheel
+from toolkit.patch.series import Series
+from toolkit.patch.upstream import Pin
 
 MODE_VARIABLE = "MOE_MADV_MODE"
 _BUILD = "moe-madv build --backend cpu --arm both"

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from toolkit import compare, plots, report, results
 from toolkit.console import note
+from toolkit.evidence import compare, plots, report, results
 from toolkit.files import write_text
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
-from toolkit import config, wheel
-from toolkit.backends import BACKENDS, get_backend
-from toolkit.buildplan import Plan, plan_build
+from toolkit import config
+from toolkit.build import wheel
+from toolkit.build.backends import BACKENDS, get_backend
+from toolkit.build.buildplan import Plan, plan_build
+from toolkit.build.wheelfile import Wheel
 from toolkit.console import MIB, note
-from toolkit.series import load_series
-from toolkit.upstream import load_pin, tree_dir
-from toolkit.wheelfile import Wheel
+from toolkit.patch.series import load_series
+from toolkit.patch.upstream import load_pin, tree_dir
 
 
 @click.command()

@@ -8,9 +8,9 @@ import click
 
 from toolkit.config import home
 from toolkit.console import note
-from toolkit.gitrepo import HEX40
-from toolkit.mirror import fetch_git, other_tree_dir
-from toolkit.upstream import PROJECT, fetch_sdist, load_pin, tree_dir
+from toolkit.patch.gitrepo import HEX40
+from toolkit.patch.mirror import fetch_git, other_tree_dir
+from toolkit.patch.upstream import PROJECT, fetch_sdist, load_pin, tree_dir
 
 
 @click.command()

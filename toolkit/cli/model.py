@@ -156,6 +156,6 @@ def synth(
 
 def _fetched_vocabulary() -> Path:
     from toolkit.config import home
-    from toolkit.upstream import load_pin, pristine
+    from toolkit.patch.upstream import load_pin, pristine
 
     return pristine(load_pin(), home()).llama / "models" / "ggml-vocab-qwen2.gguf"

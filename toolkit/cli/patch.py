@@ -9,14 +9,14 @@ from pathlib import Path
 
 import click
 
-from toolkit import patching
 from toolkit.config import home, patches_dir
 from toolkit.console import note
 from toolkit.errors import PatchError
-from toolkit.patching import State, TreeStatus
-from toolkit.replay import HookStatus
-from toolkit.series import load_series
-from toolkit.upstream import LLAMA, arm_tree, load_pin, locate, pristine, tree_dir
+from toolkit.patch import patching
+from toolkit.patch.patching import State, TreeStatus
+from toolkit.patch.replay import HookStatus
+from toolkit.patch.series import load_series
+from toolkit.patch.upstream import LLAMA, arm_tree, load_pin, locate, pristine, tree_dir
 
 _tree = click.option(
     "--tree",

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import click
 
-from toolkit import config, cpuflags, wheelfile
+from toolkit import config
+from toolkit.build import cpuflags, wheelfile
+from toolkit.build.wheelcheck import WheelReport, check_wheel
 from toolkit.console import MIB, note
 from toolkit.errors import BuildError
-from toolkit.wheelcheck import WheelReport, check_wheel
 
 
 @click.group()

@@ -14,11 +14,11 @@ from pathlib import Path, PurePosixPath
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
-from toolkit import cpuflags, elf
-from toolkit.backends import BACKENDS
+from toolkit.build import cpuflags, elf
+from toolkit.build.backends import BACKENDS
+from toolkit.build.wheelfile import LIBRARY_DIR, MANIFEST_NAME, Manifest, digest, library_name, manifest_path
 from toolkit.errors import BuildError
 from toolkit.files import sha256_file
-from toolkit.wheelfile import LIBRARY_DIR, MANIFEST_NAME, Manifest, digest, library_name, manifest_path
 
 _OURS = ("libllama", "libggml", "libmtmd")
 

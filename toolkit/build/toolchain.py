@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.backends import Backend, Tool
+from toolkit.build.backends import Backend, Tool
+from toolkit.build.venv import create_venv, pip_install
 from toolkit.console import note
 from toolkit.errors import MachineError
 from toolkit.process import run
-from toolkit.venv import create_venv, pip_install
 
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 

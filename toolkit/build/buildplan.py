@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from toolkit.backends import Backend
+from toolkit.build.backends import Backend
+from toolkit.build.toolchain import Toolchain, preflight
 from toolkit.errors import BuildError
-from toolkit.series import Series
-from toolkit.toolchain import Toolchain, preflight
-from toolkit.upstream import Arm, Pin
+from toolkit.patch.series import Series
+from toolkit.patch.upstream import Arm, Pin
 
 # Part of every key: raise it when the same inputs are built in another way than before.
 _RECIPE = 1

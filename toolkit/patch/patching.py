@@ -10,10 +10,10 @@ from enum import Enum
 from pathlib import Path
 
 from toolkit.errors import FetchError, PatchError
-from toolkit.gitrepo import Git, seed
-from toolkit.replay import TRAILER, HookResult, HookStatus, dry, replay, snapshot
-from toolkit.series import Series
-from toolkit.upstream import check_complete, locked
+from toolkit.patch.gitrepo import Git, seed
+from toolkit.patch.replay import TRAILER, HookResult, HookStatus, dry, replay, snapshot
+from toolkit.patch.series import Series
+from toolkit.patch.upstream import check_complete, locked
 
 _OWN_FOLDER = "moe-madv"  # in the git directory: our lock, and what --reset took out
 _MAX_COMMITS = 64  # more of ours on top of a pin than any series has

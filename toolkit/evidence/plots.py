@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from toolkit.compare import Comparison, Findings, Summary
-from toolkit.report import conditions, number, ratio_text, verdict_text
-from toolkit.stats import Verdict
+from toolkit.evidence.compare import Comparison, Findings, Summary
+from toolkit.evidence.report import conditions, number, ratio_text, verdict_text
+from toolkit.evidence.stats import Verdict
 
 _WIDTH = 880
 _LABELS = 100  # left of the first panel: arm names

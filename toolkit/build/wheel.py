@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit import cpuflags, wheelfile
-from toolkit.buildplan import IGNORED, Plan, clean_environment
-from toolkit.compiling import compile_with_progress
+from toolkit.build import cpuflags, wheelfile
+from toolkit.build.buildplan import IGNORED, Plan, clean_environment
+from toolkit.build.compiling import compile_with_progress
+from toolkit.build.toolchain import provide
+from toolkit.build.wheelfile import BuildRecord, Manifest, Wheel
 from toolkit.console import note
 from toolkit.errors import BuildError, PatchError
-from toolkit.gitrepo import Git, seed
-from toolkit.patching import State, inspect
+from toolkit.patch.gitrepo import Git, seed
+from toolkit.patch.patching import State, inspect
+from toolkit.patch.upstream import LLAMA, Tree, arm_tree, check_complete, locked
 from toolkit.process import run
-from toolkit.toolchain import provide
-from toolkit.upstream import LLAMA, Tree, arm_tree, check_complete, locked
-from toolkit.wheelfile import BuildRecord, Manifest, Wheel
 
 # The binding forces llama.cpp's `common` on, two fifths of the compile time, and never ships it. A normal
 # variable in llama.cpp's own scope wins over the forced cache entry.

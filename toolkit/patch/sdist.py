@@ -16,9 +16,9 @@ import requests
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from toolkit.download import download, local_path, redact
 from toolkit.errors import FetchError
 from toolkit.files import sha256_file
+from toolkit.patch.download import download, local_path, redact
 from toolkit.process import run
 
 _PIP_TIMEOUT = 15.0  # seconds, pip's own default

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from toolkit import patchfile
 from toolkit.errors import PinError
-from toolkit.patchfile import Patch
-from toolkit.upstream import read_toml
+from toolkit.patch import patchfile
+from toolkit.patch.patchfile import Patch
+from toolkit.patch.upstream import read_toml
 
 _LABEL = re.compile(r"[a-z][a-z0-9]*")  # becomes part of a wheel's local version
 _AUTHOR = re.compile(r"([^<>\n]+) <([^<>\s]+)>")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from toolkit.gitrepo import Git
-from toolkit.patchfile import hunks
-from toolkit.series import Hook, Payload, Series
+from toolkit.patch.gitrepo import Git
+from toolkit.patch.patchfile import hunks
+from toolkit.patch.series import Hook, Payload, Series
 
 TRAILER = "MoE-MADV-Series"  # names the digest of the series in each of its commits
 

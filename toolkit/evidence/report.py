@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.compare import Comparison, Findings, Summary
 from toolkit.console import GIB
-from toolkit.results import machine_facts
-from toolkit.stats import Verdict
+from toolkit.evidence.compare import Comparison, Findings, Summary
+from toolkit.evidence.results import machine_facts
+from toolkit.evidence.stats import Verdict
 
 _VERBS = {"pp": "prefills", "tg": "decodes"}
 

@@ -10,10 +10,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from toolkit.compare import Comparison, compare
 from toolkit.errors import ResultsError
-from toolkit.report import budget_text, markdown_table, number, ratio_text, verdict_text
-from toolkit.results import RunData, machine_facts, read
+from toolkit.evidence.compare import Comparison, compare
+from toolkit.evidence.report import budget_text, markdown_table, number, ratio_text, verdict_text
+from toolkit.evidence.results import RunData, machine_facts, read
 
 _HEADINGS = (
     "machine",

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import cpuflags
+from toolkit.build import cpuflags
+from toolkit.build.venv import create_venv, pip_install, venv_python
+from toolkit.build.wheelfile import Manifest, Wheel
 from toolkit.console import note
 from toolkit.errors import BuildError, MachineError, ToolkitError
 from toolkit.files import sha256_file, write_text
+from toolkit.patch.upstream import locked
 from toolkit.process import run
-from toolkit.upstream import locked
-from toolkit.venv import create_venv, pip_install, venv_python
-from toolkit.wheelfile import Manifest, Wheel
 
 _STAMP = "moe-madv.json"
 

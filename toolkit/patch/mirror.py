@@ -10,10 +10,10 @@ from typing import Any
 from rich.status import Status
 
 from toolkit.console import err, note
-from toolkit.download import local_path, redact
 from toolkit.errors import FetchError, MachineError
-from toolkit.gitrepo import HEX40, Git, raise_if_dubious, seed
-from toolkit.upstream import (
+from toolkit.patch.download import local_path, redact
+from toolkit.patch.gitrepo import HEX40, Git, raise_if_dubious, seed
+from toolkit.patch.upstream import (
     LLAMA,
     Pin,
     Tree,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit import sdist
 from toolkit.config import patches_dir
 from toolkit.console import note
 from toolkit.errors import FetchError, PinError
-from toolkit.gitrepo import Git
+from toolkit.patch import sdist
+from toolkit.patch.gitrepo import Git
 
 tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 

@@ -1,0 +1,1 @@
+"""Build: tree and backend to wheel, manifest and environment."""

@@ -1,0 +1,1 @@
+"""Evidence: results files, statistics, comparison, report."""

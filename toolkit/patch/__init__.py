@@ -1,0 +1,1 @@
+"""Patch: pin, verified tree, series, patched tree."""
