@@ -20,9 +20,9 @@ class _Format:
     unit_rms: float
 
 
-# The mean square of q - 8 for q in 0..15 is 21.5, of an int8 is 5461.5, of MXFP4's values 34.25 / 4. In Q4_K,
-# scale * q with scale in 0..63 and q in 0..15 has 1333.5 * 77.5, the 6-bit minimum 1333.5, their product
-# -2 * 31.5 * 7.5 * 31.5 on average, but its sign is that of two independent random scales.
+# Mean squares: 21.5 of q - 8 for q in 0..15, 5461.5 of an int8, 34.25 / 4 of the values of MXFP4; in Q4_K,
+# 1333.5 * 77.5 of scale * q for scale in 0..63 and 1333.5 of the minimum in 0..63. The two have random signs, so
+# their product is 0 on average.
 _FORMATS = {
     GGMLType.Q4_0: _Format(scales=slice(0, 1), unit_rms=math.sqrt(21.5)),
     GGMLType.Q8_0: _Format(scales=slice(0, 1), unit_rms=math.sqrt(5461.5)),
@@ -36,10 +36,10 @@ _E8M0_BIAS = 127
 
 
 def random_blocks(bits: np.random.BitGenerator, shape: tuple[int, ...], kind: GGMLType, *, rms: float) -> NDArray[Any]:
-    """Bytes of random weights [..., elements] as uint8 [..., row bytes]; their rms is near `rms`.
+    """Bytes of random weights [..., elements] as uint8 [..., row bytes].
 
-    It is up to 1/8 more, for MXFP4 down to half. All bits are random but the leading ones of the scales, so
-    nothing is infinite or NaN.
+    Their rms is `rms` within 1/8, for MXFP4 between half of it and all. Every bit is random but the leading ones
+    of the scales, so nothing is infinite or NaN.
     """
     fmt, (block, block_bytes) = _FORMATS[kind], GGML_QUANT_SIZES[kind]
     n_blocks = math.prod(shape) // block

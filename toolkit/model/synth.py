@@ -32,7 +32,7 @@ ARCH = "qwen3moe"
 FORMAT = 1  # raise it whenever the same options make other bytes
 HEAD_DIM = 128
 
-_SPIKE = 8.0  # beside random dimensions of rms 1; a power of two is exact in Q4_0
+_SPIKE = 8.0  # of a code, beside random dimensions of rms 1
 _MARGIN, _SPREAD = 8.0, 2.0  # router logits at rms 1: others in (-1, 0], chosen in (MARGIN, MARGIN + SPREAD]
 _ATTENTION_GAIN = 0.25  # at 1, what all tokens share grows from layer to layer and drowns what tells them apart
 _MAX_IDS = 1 << 16  # in the prescription: `read_header` keeps arrays up to this length
