@@ -60,7 +60,7 @@ int main() {
         });
     }
 
-    for (int i = 0; i < 300; i++) {
+    for (int i = 0; i < 100; i++) {
         CHECK(ggml_moe_prefetch_set_mode((enum ggml_moe_prefetch_mode) (i % GGML_MOE_PREFETCH_MODE_COUNT)));
         std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
