@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit.evidence.results import FORMAT, Row, Writer
+from toolkit.results import FORMAT, Row, Writer
 
 GIB = 1 << 30
 

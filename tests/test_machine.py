@@ -38,7 +38,7 @@ MOUNTS = """\
 35 27 7:0 / /lab rw - ext4 /dev/loop0 rw
 36 27 259:2 /home /stack rw - ext4 /dev/nvme0n1p2 rw
 37 36 0:47 / /stack rw - tmpfs none rw
-38 27 0:48 / /merged rw - overlay overlay rw,lowerdir=/home/someone/a,workdir=/home/someone/w
+38 27 0:48 / /merged rw - overlay overlay rw,lowerdir=/layers/a,workdir=/layers/w
 39 27 0:49 / /srv/ssh rw - fuse.sshfs me@host:/ rw,user_id=0
 """
 
@@ -102,7 +102,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("path", "filesystem", "point"),
     [
-        ("/home/x/model.gguf", "ext4", "/"),
+        ("/models/model.gguf", "ext4", "/"),
         ("/srv/model.gguf", "xfs", "/srv"),
         ("/srv/ssh/model.gguf", "fuse.sshfs", "/srv/ssh"),
         ("/srvother/model.gguf", "ext4", "/"),

@@ -29,3 +29,18 @@ def test_payload_unit_tests(sanitizers: str, tmp_path: Path, real_home: Path) ->
     counted = re.search(r"(\d+)% tests passed, (\d+) tests failed out of (\d+)", report)
     assert counted is not None, report
     assert counted.groups() == ("100", "0", "4")
+
+
+def test_payload_compiles_for_windows(tmp_path: Path, real_home: Path) -> None:
+    """There the hints are counted no-ops; the code must still be warning-free C++17."""
+    compiler = shutil.which("x86_64-w64-mingw32-g++-posix")
+    if compiler is None:
+        pytest.skip("no MinGW-w64 compiler: apt-get install g++-mingw-w64-x86-64-posix")
+    ggml = pristine(load_pin(), real_home).llama / "ggml"
+    payload = NATIVE.parents[1] / "patches" / "payload"
+    headers = ["-isystem", ggml / "include", "-isystem", ggml / "src", "-I", payload]
+    for source in sorted(payload.glob("*.cpp")):
+        target = tmp_path / f"{source.stem}.obj"
+        warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Wmissing-declarations", "-Werror"]
+        run([compiler, "-std=c++17", *warnings, *headers, "-c", source, "-o", target])
+        assert target.stat().st_size > 0

@@ -11,7 +11,7 @@ from results_rows import header, rows, write
 from toolkit.cli.bench import bench
 from toolkit.evidence.compare import compare
 from toolkit.evidence.plots import chart, ticks
-from toolkit.evidence.results import Row, read
+from toolkit.results import Row, read
 
 ABBA = [["stock", "hint", "hint", "stock"]] * 3
 SPEEDS = [1.9, 2.9, 3.1, 2.1, 2.2, 3.3, 3.5, 2.2, 2.0, 3.2, 3.2, 2.2]

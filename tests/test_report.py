@@ -17,9 +17,9 @@ from toolkit.cli.bench import bench
 from toolkit.errors import ResultsError
 from toolkit.evidence.compare import Comparison, Findings, compare, tokens
 from toolkit.evidence.report import conditions, markdown_table, number, print_terminal, ratio_text, sentence, to_csv
-from toolkit.evidence.results import Row, read
 from toolkit.evidence.results_page import results_page, with_block
-from toolkit.evidence.stats import Verdict
+from toolkit.results import Row, read
+from toolkit.stats import Verdict
 
 ABBA = [["stock", "hint", "hint", "stock"]] * 3
 # Block means: stock 2.0, 2.2, 2.1 and hint 3.0, 3.4, 3.2, so the ratio is 9.6 / 6.3.

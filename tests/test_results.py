@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import ResultsError
-from toolkit.evidence.results import FORMAT, Row, Writer, facts, finished, read, require_same_facts
+from toolkit.results import FORMAT, Row, Writer, facts, finished, read, require_same_facts
 
 
 def header(run_id: str = "r1", **plan: Any) -> Row:
@@ -91,7 +91,7 @@ def test_rows_before_a_kill_are_kept_and_the_unfinished_line_is_told(tmp_path: P
         from pathlib import Path
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from test_results import header, sample
-        from toolkit.evidence.results import Writer
+        from toolkit.results import Writer
         w = Writer(Path({str(path)!r}), header())
         os.write(1, b"native noise\\n")
         for position in (0, 1):

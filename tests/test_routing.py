@@ -196,3 +196,14 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="not a routing trace") as e:
             load_trace(path, layers=1)
         assert e.value.where == str(path)
+
+
+def test_the_generator_can_be_set_to_no_popularity_and_no_memory() -> None:
+    """Uniform draws of 8 of 128: neighbours share 8 * 8 / 128 = 0.5 experts, a Jaccard of 0.5 / 15.5 = 0.032."""
+    plain = generate(layers=24, n_prompt=0, n_decode=128, n_expert=128, top_k=8, seed=0, popularity=0.0, recency=0.0)
+    found = statistics(plain.experts, 0, 128)
+    assert abs(found.adjacent_jaccard - 0.032) < 0.01
+    # seen in the last 8 tokens: 1 - (1 - 8/128) ** 8 = 0.403
+    assert abs(found.recent_reuse - 0.403) < 0.02
+    # the top 1/8 of the first half holds a little over 1/8 of the second half's uses
+    assert found.static_coverage < 0.16

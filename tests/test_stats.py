@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as reference  # type: ignore[import-untyped]
 
-from toolkit.evidence.stats import (
+from toolkit.stats import (
     Drift,
     Verdict,
     drift,

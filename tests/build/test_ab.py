@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from toolkit import results
 from toolkit.bench import limits
 from toolkit.bench.check import matches_prescription, trace_experts
 from toolkit.bench.launch import job_of, launch
 from toolkit.bench.plan import Arm, Conditions
 from toolkit.bench.tokens import prescribed
 from toolkit.cli import cli
-from toolkit.evidence import results
 from toolkit.model.layout import read_model
 from toolkit.model.synth import prescription
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from toolkit import __version__
+from toolkit import __version__, results
 from toolkit.bench import limits, machine, plan
 from toolkit.bench.plan import Arm, Conditions, Tokens
-from toolkit.evidence import results
 from toolkit.model.layout import ModelLayout
+from toolkit.model.text import shown
 
 
 def make(
@@ -36,7 +36,7 @@ def make(
         "pin": pin,
         "series": series,
         "model": {
-            "filename": first.name,
+            "filename": shown(first.name),
             "size": sum(shard.path.stat().st_size for shard in layout.shards),
             "architecture": layout.architecture,
             "layers": len(layout.layers),

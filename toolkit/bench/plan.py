@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 STOCK = "stock"
+MODES = ("off", "madv", "hint")  # of the payload, ggml-moe-prefetch.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Conditions:
     n_batch: int
     n_ubatch: int
     cold: bool  # evict the model before each run
-    minutes: float | None = None  # start no further block after this time
+    minutes: float | None = None  # after the fewest blocks that can decide, start no other past this time
     n_threads: int | None = None
     budget_bytes: int | None = None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit import config
+from toolkit import config, results
 from toolkit.bench import header as head
 from toolkit.bench import limits, machine, plan
 from toolkit.bench import tokens as forced
@@ -18,9 +18,9 @@ from toolkit.bench.run import run
 from toolkit.bench.select import arm_of_wheel, arms_by_name
 from toolkit.console import MIB, note
 from toolkit.errors import BenchError
-from toolkit.evidence import results
 from toolkit.model.layout import Access, ModelLayout, read_model
 from toolkit.model.synth import prescription
+from toolkit.model.text import shown
 from toolkit.patch.series import load_series
 from toolkit.patch.upstream import load_pin
 
@@ -71,7 +71,7 @@ def measure(request: Request, *, dry_run: bool) -> Path | None:
     if len(set(names)) != len(names) or not names:
         raise BenchError(f"arms need different names: {', '.join(names) or 'none given'}")
     note(
-        f"{layout.shards[0].path.name}: {size / MIB:.0f} MiB, budget "
+        f"{shown(layout.shards[0].path.name)}: {size / MIB:.0f} MiB, budget "
         + (f"{budget / MIB:.0f} MiB ({size / budget:.1f}x oversubscribed)" if budget else "none")
         + f", {len(names)} arms ({', '.join(names)}) x {conditions.blocks} blocks, "
         + f"{conditions.n_threads} threads, read-ahead {facts.storage.read_ahead_kb} KiB"

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from toolkit import results, stats
 from toolkit.bench import check, limits, machine, pagecache, plan, storage
 from toolkit.bench import header as head
 from toolkit.bench.launch import Outcome, job_of, launch
 from toolkit.bench.plan import Arm, Conditions, Step, Tokens
 from toolkit.console import MIB, note
 from toolkit.errors import BenchError, ResultsError
-from toolkit.evidence import results
 from toolkit.files import write_text
 from toolkit.model.layout import ModelLayout, needed_bytes
 
@@ -67,8 +67,9 @@ def run(
         started = time.monotonic()
         for step in steps:
             elapsed = (time.monotonic() - started) / 60
-            if conditions.minutes is not None and step.position % len(arms) == 0 and elapsed >= conditions.minutes:
-                note(f"stopped after {elapsed:.1f} minutes; the same command continues")
+            new_block = step.position % len(arms) == 0 and step.block >= stats.MIN_VERDICT_BLOCKS
+            if conditions.minutes is not None and new_block and elapsed >= conditions.minutes:
+                note(f"stopped after {elapsed:.1f} minutes and {step.block} blocks; the same command continues")
                 break
             evicted = pagecache.evict(paths) if conditions.cold else None
             with limits.memory_budget(conditions.budget_bytes, method=method) as budget:
@@ -83,7 +84,7 @@ def run(
                 "position": step.position,
                 "arm": step.arm,
                 "test_time": head.now(),
-                "model_filename": paths[0].name,
+                "model_filename": header["model"]["filename"],
                 "model_size": header["model"]["size"],
                 "n_threads": conditions.n_threads,
                 "n_batch": conditions.n_batch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from toolkit.bench.plan import STOCK, Arm
+from toolkit.bench.plan import MODES, STOCK, Arm
 from toolkit.build import wheelfile
 from toolkit.build.arms import arm_environment
 from toolkit.build.wheelfile import Wheel
@@ -22,6 +22,12 @@ def arms_by_name(names: Sequence[str], pin: Pin, series: Series, home: Path) -> 
 
     Both wheels must come from the same options and compiler, or the comparison would be of these.
     """
+    if unknown := [name for name in names if name not in (STOCK, *MODES)]:
+        raise BenchError(
+            f"there is no arm {', '.join(unknown)}: arms are {', '.join((STOCK, *MODES))}",
+            where="--arms",
+            hint="for another wheel or environment use --arm NAME WHEEL ENV",
+        )
     wheels = {"baseline": _newest(home, pin, None)} if STOCK in names else {}
     if any(name != STOCK for name in names):
         wheels["patched"] = _newest(home, pin, series.digest)

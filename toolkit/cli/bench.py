@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from toolkit import results
 from toolkit.console import note
-from toolkit.evidence import compare, plots, report, results
+from toolkit.evidence import compare, plots, report
 from toolkit.files import write_text
 
 
@@ -42,7 +43,7 @@ def bench() -> None:
 @click.option("-b", "--batch-size", type=click.IntRange(min=1), default=2048, show_default=True)
 @click.option("-ub", "--ubatch-size", type=click.IntRange(min=1), default=512, show_default=True)
 @click.option("--blocks", type=click.IntRange(min=1), default=6, show_default=True, help="Runs per arm.")
-@click.option("--minutes", type=float, help="Start no further block after this time.")
+@click.option("--minutes", type=float, help="After 3 blocks, start no other past this time.")
 @click.option("--prompt", "prompt_file", type=click.Path(path_type=Path, exists=True), help="Text to force.")
 @click.option("--warm", is_flag=True, help="Leave the page cache as it is instead of evicting the model.")
 @click.option(

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from toolkit import config
 from toolkit.console import GIB, byte_progress, note
 
 
@@ -74,10 +75,11 @@ def info(file: Path, json_: bool, overrides: dict[str, int], tokens: int) -> Non
 
 
 _COUNT = click.IntRange(min=1)
+_SPREAD = click.FloatRange(min=0)
 
 
 @model.command()
-@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("out", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--preset", type=click.Choice(["tiny", "demo", "bench"]), default="demo", show_default=True)
 @click.option("--layers", type=_COUNT, help="Transformer blocks; with --replay the first ones of the trace.")
 @click.option("--experts", type=click.IntRange(1, 1024), help="Experts in a layer.")
@@ -87,6 +89,8 @@ _COUNT = click.IntRange(min=1)
 @click.option("--type", type=click.Choice(["Q4_0", "Q8_0", "Q4_K", "MXFP4"]), help="Of the experts.")
 @click.option("--prompt", type=_COUNT, help="Prompt tokens of the prescribed list.")
 @click.option("--decode", type=_COUNT, help="Decoded tokens of the prescribed list.")
+@click.option("--popularity", type=_SPREAD, help="Spread of expert use, 0: all alike.  [default: as in real models]")
+@click.option("--recency", type=_SPREAD, help="Weight of recent use, 0: none.  [default: as in real models]")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="TRACE.npz", help="Use a recorded routing.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--vocab", type=click.Path(path_type=Path), help="GGUF vocabulary.  [default: of the fetched llama.cpp]")
@@ -94,7 +98,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--dry-run", is_flag=True, help="Say what would be made; write nothing.")
 @click.option("--json", "json_", is_flag=True, help="Print parameters, size and routing statistics as JSON.")
 def synth(
-    out: Path,
+    out: Path | None,
     preset: str,
     replay: Path | None,
     seed: int,
@@ -106,21 +110,24 @@ def synth(
 ) -> None:
     """Make a model with random weights and prescribed routing, as large as a preset or as given.
 
-    OUT runs in any llama.cpp. Its metadata holds a token list; fed with it, every token takes exactly the experts
-    that a routing trace says: a generated one, as recent and as frequent as in real models, or a recorded one.
+    OUT (default: PRESET.gguf in the toolkit's cache) runs in any llama.cpp. Its metadata holds a token list; fed
+    with it, every token takes exactly the experts that a routing trace says: a generated one, as recent and as
+    frequent as in real models, or a recorded one.
     Sizes: tiny 9 MiB, demo 3 GiB, bench 8 GiB.
 
     \b
     Example:
       moe-madv model synth demo.gguf
+      moe-madv model synth --preset tiny
       moe-madv model synth bench.gguf --preset bench --type Q8_0 --dry-run
       moe-madv model synth replay.gguf --preset bench --replay trace.npz
     """
     from toolkit.model import synth as synthesis
     from toolkit.model.routing import WINDOW, statistics
 
+    out = out or config.home() / "models" / f"{preset}.gguf"
     given = {name: value for name, value in options.items() if value is not None}
-    fixed = given.keys() & {"experts", "top_k", "prompt", "decode"}
+    fixed = given.keys() & {"experts", "top_k", "prompt", "decode", "popularity", "recency"}
     if replay is not None and fixed:
         raise click.UsageError(f"--replay fixes --{min(fixed).replace('_', '-')}; leave it out")
     shape = replace(synthesis.PRESETS[preset], **given)
@@ -155,7 +162,6 @@ def synth(
 
 
 def _fetched_vocabulary() -> Path:
-    from toolkit.config import home
     from toolkit.patch.upstream import load_pin, pristine
 
-    return pristine(load_pin(), home()).llama / "models" / "ggml-vocab-qwen2.gguf"
+    return pristine(load_pin(), config.home()).llama / "models" / "ggml-vocab-qwen2.gguf"

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit import stats
 from toolkit.errors import ResultsError
-from toolkit.evidence import stats
-from toolkit.evidence.results import Row, RunData, facts, finished, require_same_facts
-from toolkit.evidence.stats import Verdict
+from toolkit.results import Row, RunData, facts, finished, require_same_facts
+from toolkit.stats import Verdict
 
 # The kernel rounds a memory limit down to whole pages; more than this is another budget.
 _BUDGET_TOLERANCE = 0.01

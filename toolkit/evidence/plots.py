@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 from toolkit.evidence.compare import Comparison, Findings, Summary
 from toolkit.evidence.report import conditions, number, ratio_text, verdict_text
-from toolkit.evidence.stats import Verdict
+from toolkit.stats import Verdict
 
 _WIDTH = 880
 _LABELS = 100  # left of the first panel: arm names

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from toolkit.console import GIB
 from toolkit.evidence.compare import Comparison, Findings, Summary
-from toolkit.evidence.results import machine_facts
-from toolkit.evidence.stats import Verdict
+from toolkit.results import machine_facts
+from toolkit.stats import Verdict
 
 _VERBS = {"pp": "prefills", "tg": "decodes"}
 

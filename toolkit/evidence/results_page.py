@@ -13,7 +13,7 @@ from pathlib import Path
 from toolkit.errors import ResultsError
 from toolkit.evidence.compare import Comparison, compare
 from toolkit.evidence.report import budget_text, markdown_table, number, ratio_text, verdict_text
-from toolkit.evidence.results import RunData, machine_facts, read
+from toolkit.results import RunData, machine_facts, read
 
 _HEADINGS = (
     "machine",

@@ -22,7 +22,8 @@ LRU_PERCENT = (10, 20, 30, 50)
 # 0.72, static coverage 0.57, LRU 0.74 / 0.87 at 20 / 30 %. Means over 8 seeds: 0.256, 0.741, 0.586, 0.719, 0.870.
 # The gap from 6 to 8 tokens allows it: eight experts a token fill an LRU cache faster than six, so at equal hit
 # rates more of the re-use comes from before the last 8 tokens.
-_POPULARITY_SIGMA = 2.9
+POPULARITY = 2.9  # sigma of the log-normal popularity; 0: all experts alike
+RECENCY = 1.0  # factor on the addends; 0: no memory
 _RECENCY = np.zeros(42)
 _RECENCY[1] = 3.2
 _RECENCY[2:6] = 1.6
@@ -107,18 +108,31 @@ def _fill(rows: NDArray[np.int64], path: Path, layer: int) -> int:
     return len(missing)
 
 
-def generate(*, layers: int, n_prompt: int, n_decode: int, n_expert: int, top_k: int, seed: int) -> Trace:
-    """Draw a trace with the statistics of recorded ones; the same arguments give the same trace."""
+def generate(
+    *,
+    layers: int,
+    n_prompt: int,
+    n_decode: int,
+    n_expert: int,
+    top_k: int,
+    seed: int,
+    popularity: float = POPULARITY,
+    recency: float = RECENCY,
+) -> Trace:
+    """Draw a trace, by default with the statistics of recorded ones; the same arguments give the same trace.
+
+    `popularity` spreads how often experts are used over all, `recency` how much recent use counts.
+    """
     rng = np.random.default_rng(seed)
     # Quantiles instead of draws: layers differ in which experts are popular, not in how popular.
     quantiles = [NormalDist().inv_cdf((i + 0.5) / n_expert) for i in range(n_expert)]
-    popularity = np.exp(_POPULARITY_SIGMA * np.array(quantiles))
-    popularity = rng.permuted(np.tile(popularity / popularity.mean(), (layers, 1)), axis=1)
+    weight = np.exp(popularity * np.array(quantiles))
+    weight = rng.permuted(np.tile(weight / weight.mean(), (layers, 1)), axis=1)
     age = np.full((layers, n_expert), len(_RECENCY) - 1)
     experts = np.empty((n_prompt + n_decode, layers, top_k), dtype=np.int16)
     for row in experts:
         # The k largest of log weight + Gumbel noise are a draw without replacement.
-        score = np.log(popularity + _RECENCY[age]) + rng.gumbel(size=age.shape)
+        score = np.log(weight + recency * _RECENCY[age]) + rng.gumbel(size=age.shape)
         row[:] = np.argsort(-score, axis=1, kind="stable")[:, :top_k]
         age = np.minimum(age + 1, len(_RECENCY) - 1)
         np.put_along_axis(age, row.astype(np.int64), 1, axis=1)

@@ -25,7 +25,7 @@ from toolkit.errors import MachineError, ModelError
 from toolkit.files import atomic_path, sha256_file
 from toolkit.model.blocks import BLOCK_SIZE, random_blocks
 from toolkit.model.gguf_header import read_header
-from toolkit.model.routing import Trace, check_experts, generate, load_trace
+from toolkit.model.routing import POPULARITY, RECENCY, Trace, check_experts, generate, load_trace
 from toolkit.model.vocab import Vocabulary, read_vocabulary
 
 ARCH = "qwen3moe"
@@ -58,6 +58,8 @@ class Shape:
     vocab: int | None  # tokens kept of the vocabulary; None: all
     prompt: int  # positions of the prescribed token list
     decode: int
+    popularity: float = POPULARITY  # of the generated routing
+    recency: float = RECENCY
 
 
 PRESETS = {
@@ -82,6 +84,8 @@ def routing(shape: Shape, replay: Path | None, seed: int) -> tuple[Shape, Trace]
         n_expert=shape.experts,
         top_k=shape.top_k,
         seed=seed,
+        popularity=shape.popularity,
+        recency=shape.recency,
     )
 
 
