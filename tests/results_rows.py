@@ -52,6 +52,7 @@ def sample(head: Row, block: int, position: int, arm: str, avg_ts: float, test: 
         "avg_ts": avg_ts,
         "n_threads": 2,
         "cold": True,
+        "effective_budget_bytes": 2 * GIB,
         "logits_sha256": "ff",
         "mib_per_token": 100.0,
         "read_amplification": 1.5,

@@ -73,6 +73,33 @@ def test_an_arm_in_another_mode_than_its_name_says_is_refused(tmp_path: Path) ->
         _launch(arm)
 
 
+def test_a_line_that_is_no_row_ends_the_run_with_a_reason(tmp_path: Path) -> None:
+    outcome = _launch(_arm(tmp_path, _say(LOADED, TEST) + "\nprint('cut of')"))
+    assert len(outcome.tests) == 1
+    assert outcome.reason == "said what is no row: b'cut of\\n'"
+
+
+def test_weights_in_no_known_buffer_are_refused(tmp_path: Path) -> None:
+    arm = _arm(tmp_path, _say(LOADED | {"buffers": []}, {"event": "done"}))
+    with pytest.raises(BenchError, match="no known buffer"):
+        _launch(arm)
+
+
+def test_a_worker_outside_of_its_budget_is_refused(tmp_path: Path) -> None:
+    """A manager that moves the process out of its group, as seen by the worker's own /proc entry."""
+    method = limits.detect()
+    if method.name not in ("cgroup-v1", "cgroup-v2"):
+        pytest.skip(f"no memory cgroup to make: {method.why or method.name}")
+    assert method.parent is not None
+    leave = f"open({str(method.parent / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+    arm = _arm(tmp_path, leave + _say(LOADED, {"event": "done"}))
+    with (
+        limits.memory_budget(64 << 20, method=method) as budget,
+        pytest.raises(BenchError, match=f"instead of {64 << 20} bytes"),
+    ):
+        launch(arm, {}, budget)
+
+
 def test_repacked_experts_are_refused(tmp_path: Path) -> None:
     arm = _arm(tmp_path, _say(LOADED | {"buffers": ["CPU_Mapped", "CPU_REPACK"]}, {"event": "done"}))
     with pytest.raises(BenchError, match="CPU_REPACK"):

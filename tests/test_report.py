@@ -159,7 +159,7 @@ def test_other_logits_mean_no_speed(tmp_path: Path) -> None:
     data[5]["logits_sha256"] = "ee"
     found = findings(tmp_path, *data)
     c = one(found)
-    assert (c.outputs_equal, c.verdict) == (False, Verdict.FASTER)
+    assert (c.outputs_equal, c.verdict) == (False, Verdict.UNDECIDED)
     assert sentence(c).startswith("outputs differ: no speed is reported for hint against stock in tg48")
     assert ratio_text(c) == "outputs differ"
     assert "1.52" not in sentence(c)
@@ -192,6 +192,30 @@ def test_an_arm_whose_hints_all_fail_is_void(tmp_path: Path) -> None:
     assert sentence(c) == "undecided: hint against stock in tg48 is void, all 120 hints of hint failed"
     (tmp_path / "r.jsonl").unlink()
     assert one(findings(tmp_path, *change(usual(), "hint", hints={"calls": 20, "errors": 3}))).void is None
+
+
+def test_an_arm_that_reads_no_expert_from_a_mapping_is_void(tmp_path: Path) -> None:
+    c = one(findings(tmp_path, *change(usual(), "hint", hints={"calls": 0, "errors": 0, "slices": 0, "unmapped": 72})))
+    assert (c.verdict, c.void) == (Verdict.UNDECIDED, "no expert of hint was read from a mapping")
+
+
+def test_a_refused_hint_is_never_silent(tmp_path: Path) -> None:
+    found = findings(tmp_path, *change(usual(), "hint", hints={"calls": 20, "errors": 3}))
+    assert "hint tg48: 18 hints were refused by the system" in found.warnings  # 3 in each of 6 runs
+
+
+def test_logits_that_are_not_finite_are_never_equal(tmp_path: Path) -> None:
+    data = usual(logits_sha256="ff")
+    data[1] = {**data[1], "status": "failed", "reason": "logits are not finite"}
+    c = one(findings(tmp_path, *data))
+    assert (c.outputs_equal, c.verdict) == (False, Verdict.UNDECIDED)
+    assert "not finite" in sentence(c)
+
+
+def test_a_run_outside_of_its_budget_is_named(tmp_path: Path) -> None:
+    data = usual(budget_bytes=GIB, effective_budget_bytes=None)
+    found = findings(tmp_path, *data)
+    assert sum("no memory limit was in force" in w for w in found.warnings) == len(data)
 
 
 def test_failed_and_missing_runs_are_shown(tmp_path: Path) -> None:

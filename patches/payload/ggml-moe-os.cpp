@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #if defined(__linux__) || defined(__APPLE__)
 #    define GGML_MOE_OS_POSIX
@@ -67,15 +68,21 @@ uint64_t ggml_moe_os_cgroup_limit(const char * self_cgroup, const char * root) {
             continue;
         }
 
+        // above memory.high a process is throttled while its pages are reclaimed, which is a limit for a big read
         const std::string base = std::string(root) + (unified ? "" : "/memory");
-        const char *      name = unified ? "/memory.max" : "/memory.limit_in_bytes";
+        std::vector<std::string> names = { unified ? "/memory.max" : "/memory.limit_in_bytes" };
+        if (unified) {
+            names.push_back("/memory.high");
+        }
 
         // a parent's limit holds for its children, so the smallest one on the way to the root counts
         for (std::string path = line.substr(c1 + 1); ; path.resize(path.rfind('/'))) {
             if (path == "/") {
                 path.clear();
             }
-            limit = std::min(limit, ggml_moe_os_parse_limit(ggml_moe_os_read_file(base + path + name)));
+            for (const std::string & name : names) {
+                limit = std::min(limit, ggml_moe_os_parse_limit(ggml_moe_os_read_file(base + path + name)));
+            }
             if (path.rfind('/') == std::string::npos) {
                 break;
             }
@@ -162,6 +169,21 @@ static size_t ggml_moe_os_read_window(int fd) {
 #endif
 }
 
+// Linux tells who neither owns nor may write a file that all of its pages are resident (mm/mincore.c, can_do_mincore).
+static bool ggml_moe_os_resident_known(int fd) {
+#if defined(__linux__)
+    struct stat st;
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    return geteuid() == 0 || (fstat(fd, &st) == 0 && st.st_uid == geteuid()) || access(path.c_str(), W_OK) == 0;
+#elif defined(__APPLE__)
+    (void) fd;
+    return true;
+#else
+    (void) fd;
+    return false;
+#endif
+}
+
 static uint64_t ggml_moe_os_memory_available(void) {
 #if defined(__linux__)
     uint64_t          available = 0;
@@ -201,6 +223,7 @@ const ggml_moe_os * ggml_moe_os_native(void) {
         /*.resident         =*/ ggml_moe_os_resident,
         /*.file_normal      =*/ ggml_moe_os_file_normal,
         /*.read_window      =*/ ggml_moe_os_read_window,
+        /*.resident_known   =*/ ggml_moe_os_resident_known,
         /*.memory_available =*/ ggml_moe_os_memory_available,
     };
     return &os;

@@ -17,6 +17,7 @@ struct ggml_moe_os {
     int (*file_normal)(int fd); // undo a sequential-access advice given to the open file
 
     size_t   (*read_window)(int fd);          // the most bytes of one willneed request that are honoured
+    bool     (*resident_known)(int fd);       // whether `resident` tells this process the truth about the file
     uint64_t (*memory_available)(void);       // bytes this process could still fill, its cgroup's limit included; 0: unknown
 };
 

@@ -8,6 +8,7 @@
 #include <cinttypes>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <shared_mutex>
 
@@ -49,6 +50,7 @@ static_assert(sizeof(GGML_MOE_PREFETCH_COUNTER_NAME)/sizeof(char *) == GGML_MOE_
 struct ggml_moe_mapping {
     ggml_moe_range range;
     size_t         window; // bytes of one willneed request
+    bool           resident_known;
 };
 
 struct ggml_moe_prefetch_state {
@@ -200,7 +202,8 @@ static void ggml_moe_madv_slice(ggml_moe_prefetch_state & state, const ggml_moe_
 }
 
 // pieces that the kernel honours whole, each from its first to its last absent page
-static void ggml_moe_hint_slice(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_range slice, size_t window) {
+static void ggml_moe_hint_slice(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_range slice,
+        const ggml_moe_mapping & mapping) {
     static thread_local std::vector<uint8_t> resident;
 
     slice = ggml_moe_range_outer(slice, os.page_size);
@@ -208,11 +211,11 @@ static void ggml_moe_hint_slice(ggml_moe_prefetch_state & state, const ggml_moe_
 
     const size_t n_pages = slice.size() / os.page_size;
     resident.resize(n_pages);
-    if (os.resident(slice.begin, slice.size(), resident.data()) != 0) {
+    if (!mapping.resident_known || os.resident(slice.begin, slice.size(), resident.data()) != 0) {
         std::fill(resident.begin(), resident.end(), 0); // not known: ask for all of it
     }
 
-    const size_t window_pages = std::max<size_t>(1, window / os.page_size);
+    const size_t window_pages = std::max<size_t>(1, mapping.window / os.page_size);
     size_t n_resident = 0;
 
     for (size_t p0 = 0; p0 < n_pages; p0 += window_pages) {
@@ -254,6 +257,9 @@ static void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe
             }
         }
         std::unique_lock<std::shared_mutex> lock(state.mutex);
+        if (state.mode.load() != GGML_MOE_PREFETCH_MODE_HINT) {
+            return; // switched since the node hook looked: what is advised now would never be undone
+        }
         if (ggml_moe_find_mapping(state, range) && std::none_of(state.random.begin(), state.random.end(), same)) {
             state.random.push_back(range);
             state.check(os.advise_random(range.begin, range.size()), "madvise(MADV_RANDOM)");
@@ -312,7 +318,7 @@ void ggml_moe_prefetch_node(const struct ggml_cgraph * cgraph, int i) {
             if (mode == GGML_MOE_PREFETCH_MODE_MADV) {
                 ggml_moe_madv_slice(state, os, slice);
             } else {
-                ggml_moe_hint_slice(state, os, slice, mapping->window);
+                ggml_moe_hint_slice(state, os, slice, *mapping);
             }
         }
     }
@@ -354,8 +360,9 @@ void ggml_moe_prefetch_map_add(const void * addr, size_t size, int fd) {
 
     const ggml_moe_os & os = *state.os.load();
     const ggml_moe_mapping mapping = {
-        /*.range  =*/ { (uintptr_t) addr, (uintptr_t) addr + size },
-        /*.window =*/ os.read_window(fd),
+        /*.range          =*/ { (uintptr_t) addr, (uintptr_t) addr + size },
+        /*.window         =*/ os.read_window(fd),
+        /*.resident_known =*/ os.resident_known(fd),
     };
 
     // the loader's sequential advice doubles the read-ahead of every fault on this file

@@ -46,6 +46,8 @@ enum ggml_moe_prefetch_counter {
 GGML_API const char * ggml_moe_prefetch_version(void);
 
 // the initial mode comes from the environment variable MOE_MADV_MODE (off, madv, hint); default off
+// a later change holds for hints and for faults on experts; what the load has read ahead, and the read-ahead
+// of the open file, stay as the mode at load time decided
 GGML_API bool                        ggml_moe_prefetch_set_mode(enum ggml_moe_prefetch_mode mode);
 GGML_API enum ggml_moe_prefetch_mode ggml_moe_prefetch_get_mode(void);
 GGML_API const char *                ggml_moe_prefetch_mode_name(enum ggml_moe_prefetch_mode mode); // NULL: no such mode

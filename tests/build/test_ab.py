@@ -143,6 +143,19 @@ def test_physical_batches_smaller_than_the_prompt_select_the_same_experts(tiny: 
     assert np.flatnonzero(computed[:, -1]).tolist() == list(range(15, 20))
 
 
+def test_a_prompt_longer_than_a_batch_gives_the_same_logits_at_its_end(tiny: Path, arms: Sequence[Arm]) -> None:
+    tokens = prescribed(prescription(tiny), 16, 0)
+    ends = []
+    for n_batch in (16, 5):
+        job = job_of(read_model(tiny), CONDITIONS, 16) | {"n_prompt": 16, "n_batch": n_batch, "n_ubatch": 5}
+        with limits.memory_budget(None) as unlimited:
+            outcome = launch(arms[0], {**job, "tokens": tokens.all}, unlimited)
+        assert outcome.reason is None
+        ends.append(outcome.tests[0]["greedy"][-1])
+        assert outcome.tests[0]["n_tokens"] == ([16] if n_batch == 16 else [5, 5, 5, 1])
+    assert ends[0] == ends[1]
+
+
 def test_ordinary_text_runs_too(tiny: Path, arms: Sequence[Arm]) -> None:
     job = job_of(read_model(tiny), CONDITIONS, 64)
     with limits.memory_budget(None) as unlimited:

@@ -20,6 +20,7 @@ static std::set<uintptr_t>    resident_pages;
 static int                    result_willneed;
 static int                    result_resident;
 static uint64_t               available;
+static bool                   resident_known = true;
 
 static int fake_willneed(uintptr_t addr, size_t size) { requests.push_back({ 'w', addr, size }); return result_willneed; }
 static int fake_random  (uintptr_t addr, size_t size) { requests.push_back({ 'r', addr, size }); return 0; }
@@ -35,10 +36,12 @@ static int fake_resident(uintptr_t addr, size_t size, uint8_t * pages) {
 
 static int      fake_file_normal(int)   { return 0; }
 static size_t   fake_read_window(int)   { return 16*4096; }
+static bool     fake_resident_known(int) { return resident_known; }
 static uint64_t fake_available  (void)  { return available; }
 
 static const ggml_moe_os fake_os = {
-    4096, fake_willneed, fake_random, fake_normal, fake_resident, fake_file_normal, fake_read_window, fake_available,
+    4096, fake_willneed, fake_random, fake_normal, fake_resident, fake_file_normal, fake_read_window,
+    fake_resident_known, fake_available,
 };
 
 // one mapping at 1 MiB with gate, up and down of 4 experts, 20 pages + 64 bytes a slice; gate starts 64 bytes into a page
@@ -178,6 +181,17 @@ static void test_errors() {
     CHECK_EQ(t_counter("calls"),  6u);
     CHECK_EQ(t_counter("errors"), 6u);
     CHECK_EQ(t_counter("last_errno"), (uint64_t) EINVAL);
+    CHECK_EQ(t_counter("bytes_resident"), 0u);
+
+    // the kernel calls everything resident to who neither owns nor may write the file: not believed
+    resident_known = false;
+    reset(GGML_MOE_PREFETCH_MODE_HINT);
+    resident_known = true;
+    for (uintptr_t addr = BASE; addr < BASE + 0x200000; addr += 4096) {
+        resident_pages.insert(addr);
+    }
+    layer.g.run();
+    CHECK_EQ(t_counter("calls"), 6u);
     CHECK_EQ(t_counter("bytes_resident"), 0u);
 
     // ids that name no expert never become an address

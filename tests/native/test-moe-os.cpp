@@ -37,6 +37,11 @@ static void test_cgroup(const fs::path & root) {
     CHECK_EQ(ggml_moe_os_cgroup_limit("0::/a\n",     r.c_str()), 3221225472u);
     CHECK_EQ(ggml_moe_os_cgroup_limit("0::/\n",      r.c_str()), UINT64_MAX);
 
+    // v2: memory.high throttles before memory.max kills
+    write_file(root / "h/memory.max",  "4294967296\n");
+    write_file(root / "h/memory.high", "1073741824\n");
+    CHECK_EQ(ggml_moe_os_cgroup_limit("0::/h\n", r.c_str()), 1073741824u);
+
     // v1: the huge number means none and never beats a real limit; other controllers do not matter
     write_file(root / "memory/memory.limit_in_bytes",   "9223372036854771712\n");
     write_file(root / "memory/x/memory.limit_in_bytes", "1610612736\n");
@@ -76,6 +81,7 @@ static bool test_file(const fs::path & path) {
 
     if (evicted) {
         CHECK(os.read_window(fd) >= 128*1024);
+        CHECK(os.resident_known(fd)); // we have just written it
 
         // 4 experts of 2 MiB; only expert 2 is selected
         t_graph g;

@@ -24,10 +24,12 @@ static int fake_resident(uintptr_t, size_t size, uint8_t * pages) {
 
 static int      fake_file_normal(int)  { return 0; }
 static size_t   fake_read_window(int)  { return 128*1024; }
+static bool     fake_resident_known(int) { return true; }
 static uint64_t fake_available  (void) { return 1; }
 
 static const ggml_moe_os fake_os = {
-    4096, fake_advise, fake_advise, fake_advise, fake_resident, fake_file_normal, fake_read_window, fake_available,
+    4096, fake_advise, fake_advise, fake_advise, fake_resident, fake_file_normal, fake_read_window,
+    fake_resident_known, fake_available,
 };
 
 int main() {

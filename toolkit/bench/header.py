@@ -78,13 +78,21 @@ def total_runs(header: dict[str, Any]) -> int:
     return int(header["plan"]["blocks"]) * len(header["arms"])
 
 
+# What must be the same for rows to belong together, beside model, plan and arms.
+_MACHINE = ("cpu", "logical_cores", "memory_bytes", "kernel", "read_ahead_kb")
+_STORAGE = ("filesystem", "device")
+
+
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """What makes two headers different comparisons, such as `plan.n_gen`; run id and time do not count."""
     different = [part for part in ("pin", "series") if a.get(part) != b[part]]
     for part in ("model", "plan", "arms"):
         before, now = a.get(part, {}), b[part]
         different += [f"{part}.{key}" for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-    return different
+    before, now = a.get("machine", {}), b["machine"]
+    different += [f"machine.{key}" for key in _MACHINE if before.get(key) != now[key]]
+    before, now = before.get("storage", {}), now["storage"]
+    return different + [f"machine.storage.{key}" for key in _STORAGE if before.get(key) != now[key]]
 
 
 def now() -> str:

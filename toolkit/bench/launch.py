@@ -48,8 +48,8 @@ def job_of(layout: ModelLayout, conditions: Conditions, n_tokens: int) -> dict[s
 def launch(arm: Arm, job: dict[str, Any], budget: Budget, on_test: Callable[[str], None] = lambda _: None) -> Outcome:
     """Run a job in the arm's environment under the budget and collect its rows; never raises for a failed worker.
 
-    Raises BenchError when the arm is not what it claims to be (other mode or payload, experts not mapped):
-    a row of such a run would be filed under the wrong name.
+    Raises BenchError when the arm is not what it claims to be (other mode or payload, weights not mapped) or runs
+    under another limit than asked for: a row of such a run would be filed under the wrong name.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | arm.env
     loaded: dict[str, Any] | None = None
@@ -69,12 +69,17 @@ def launch(arm: Arm, job: dict[str, Any], budget: Budget, on_test: Callable[[str
         assert process.stdout is not None
         try:
             for line in process.stdout:
-                row = json.loads(line)
-                event = row.pop("event")
+                try:
+                    row = json.loads(line)
+                    event = row.pop("event")
+                except (ValueError, KeyError, AttributeError):
+                    reason = f"said what is no row: {line[:200]!r}"
+                    break
                 if event == "loaded":
                     loaded = row
                     effective = budget.effective(process.pid) if budget.method != "none" else None
                     _require_arm(arm, row)
+                    _require_budget(arm, budget, effective)
                 elif event == "test":
                     tests.append(row)
                     on_test(row["test"])
@@ -107,11 +112,25 @@ def _require_arm(arm: Arm, loaded: dict[str, Any]) -> None:
                 where=loaded["libraries"],
                 hint="build its wheel again: moe-madv build --backend cpu --arm both",
             )
-    repacked = [name for name in loaded["buffers"] if "REPACK" in name]
-    if repacked:
+    unmapped = [name for name in loaded["buffers"] if not name.endswith("_Mapped")]
+    if unmapped or not loaded["buffers"]:
         raise BenchError(
-            f"arm {arm.name} copied weights into {', '.join(repacked)}: nothing is read from the mapping there",
+            f"arm {arm.name} has weights in {', '.join(unmapped) or 'no known buffer'}, outside of the file mapping",
             where=loaded["libraries"],
+            hint="use a wheel whose CPU backend neither repacks nor copies weights",
+        )
+
+
+def _require_budget(arm: Arm, budget: Budget, effective: int | None) -> None:
+    """The limit of the group that the worker is really in; the kernel rounds it down to pages."""
+    if budget.nbytes is None:
+        return
+    if effective is None or abs(effective - budget.nbytes) > budget.nbytes // 100:
+        found = "no limit" if effective is None else f"a limit of {effective} bytes"
+        raise BenchError(
+            f"arm {arm.name} runs with {found} instead of {budget.nbytes} bytes ({budget.method})",
+            where=budget.group,
+            hint="leave other memory limits (a container's, a session's) above the budget, or lower --budget",
         )
 
 

@@ -129,6 +129,9 @@ def capture_log(sink: Callable[[str], None]) -> object:
 
 
 def _set(params: Any, name: str, value: Any) -> None:
+    # a ctypes struct takes any attribute without a word
+    if name not in {field for field, *_ in params._fields_}:
+        raise LlamaError(f"{type(params).__name__} of this binding has no field {name}")
     setattr(params, name, value)
     if getattr(params, name) != value:
         raise LlamaError(f"{type(params).__name__}.{name} is {getattr(params, name)!r}, asked for {value!r}")
@@ -189,6 +192,7 @@ class Session:
             raise LlamaError(f"llama.cpp could not make a context of {n_ctx} tokens for {model}")
         self._vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self._vocab)
+        self._n_batch = n_batch
         self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
 
     def _on_node(self, pointer: int, ask: bool, _user: object) -> bool:
@@ -217,6 +221,8 @@ class Session:
 
     def decode(self, tokens: list[int], position: int) -> None:
         """Evaluate tokens at the given positions of the sequence and wait; only the last one gives logits."""
+        if len(tokens) > self._n_batch:
+            raise LlamaError(f"{len(tokens)} tokens in a batch of {self._n_batch}")
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from toolkit.bench.plan import Arm, Conditions, Tokens
 from toolkit.bench.run import run
 from toolkit.bench.select import arm_of_wheel, arms_by_name
 from toolkit.console import MIB, note
-from toolkit.errors import BenchError
+from toolkit.errors import BenchError, ResultsError
 from toolkit.model.layout import Access, ModelLayout, read_model
 from toolkit.model.synth import prescription
 from toolkit.model.text import shown
@@ -101,15 +102,16 @@ def _tokens(request: Request, layout: ModelLayout, conditions: Conditions, arm: 
 
 
 def _default_out(header: dict[str, Any]) -> Path:
-    """results/<machine>/<date>-<model>-<arms>.jsonl: the unfinished one of the same plan, or a new one."""
+    """results/<machine>/<date>-<model>-<arms>.jsonl: the unfinished file of the same plan, or a new one."""
     folder = Path("results") / header["machine"]["name"]
-    day = header["created"][:10]
-    stem = f"{day}-{Path(header['model']['filename']).stem}-{'-'.join(header['plan']['arms'])}"
-    for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))):
-        out = folder / f"{stem}{suffix}.jsonl"
-        if not out.exists():
-            return out
-        (found,) = results.read([out])
+    name = f"{Path(header['model']['filename']).stem}-{'-'.join(header['plan']['arms'])}"
+    for path in sorted(folder.glob(f"*-{glob.escape(name)}*.jsonl")):
+        try:
+            (found,) = results.read([path])
+        except ResultsError:
+            continue  # not ours to continue
         if not head.differences(found.header, header) and len(results.finished(found)) < head.total_runs(header):
-            return out
-    raise AssertionError("unreachable")
+            return path
+    stem = f"{header['created'][:10]}-{name}"
+    names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))
+    return next(path for path in (folder / f"{name}.jsonl" for name in names) if not path.exists())

@@ -55,7 +55,10 @@ class Worker:
         else:
             tokens, n_prompt = self.job["tokens"], self.job["n_prompt"]
             if n_prompt:
-                self._test(session, f"pp{n_prompt}", [tokens[:n_prompt]], 0)
+                pieces = [
+                    tokens[i : min(i + self.job["n_batch"], n_prompt)] for i in range(0, n_prompt, self.job["n_batch"])
+                ]
+                self._test(session, f"pp{n_prompt}", pieces, 0)
             if n_gen := len(tokens) - n_prompt:
                 self._test(session, f"tg{n_gen}", [[token] for token in tokens[n_prompt:]], n_prompt)
         self.emit("done")

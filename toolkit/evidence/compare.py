@@ -133,7 +133,10 @@ def compare(runs: Sequence[RunData], baseline: str | None = None) -> Findings:
         if by_arm[baseline].mib_per_token == 0:
             warnings.append(f"{test}: nothing to gain, {baseline} read 0 bytes (the model is in memory)")
         comparisons += [
-            _comparison(by_arm[baseline], by_arm[arm], samples[baseline], samples[arm], trend) for arm in arms[1:]
+            _comparison(
+                by_arm[baseline], by_arm[arm], samples[baseline], samples[arm], trend, [*failed[baseline], *failed[arm]]
+            )
+            for arm in arms[1:]
         ]
     return Findings(
         runs=tuple(runs),
@@ -204,9 +207,14 @@ def _sample_warnings(samples: list[_Sample]) -> list[str]:
     found = []
     for i in stats.outliers([s.row["avg_ts"] for s in samples]):
         found.append(f"{samples[i].label} is an outlier: {samples[i].row['avg_ts']:.3g} t/s, kept")
+    refused = sum((s.row.get("hints") or {}).get("errors", 0) for s in samples)
+    if refused:
+        found.append(f"{samples[0].row['arm']} {samples[0].row['test']}: {refused} hints were refused by the system")
     for s in samples:
         wanted, got = facts(s.run, s.row).get("budget_bytes"), s.row.get("effective_budget_bytes")
-        if wanted and got and abs(got - wanted) > _BUDGET_TOLERANCE * wanted:
+        if wanted and got is None:
+            found.append(f"{s.label}: no memory limit was in force, the budget was {wanted / 2**30:.2f} GiB")
+        elif wanted and got and abs(got - wanted) > _BUDGET_TOLERANCE * wanted:
             found.append(f"{s.row['arm']}: the memory budget was {got / 2**30:.2f} GiB, not {wanted / 2**30:.2f} GiB")
         disk, mib = s.row.get("disk_mib_s"), s.row.get("mib_per_token")
         if disk and mib and mib * s.row["avg_ts"] > _BANDWIDTH_TOLERANCE * disk:
@@ -267,6 +275,7 @@ def _comparison(
     base_samples: list[_Sample],
     cand_samples: list[_Sample],
     trend: stats.Drift | None,
+    failed: list[_Sample],
 ) -> Comparison:
     base_blocks, cand_blocks = _blocks(base_samples), _blocks(cand_samples)
     shared = [block for block in base_blocks if block in cand_blocks]
@@ -279,7 +288,7 @@ def _comparison(
         bias = stats.drift_bias(trend, column(base_blocks, "position"), column(cand_blocks, "position"))
         found = stats.paired_ratio(column(base_blocks, "avg_ts"), column(cand_blocks, "avg_ts"), bias=bias)
     void = _void(cand_samples) or _void(base_samples)
-    equal, difference = _outputs(base.arm, base_samples, cand.arm, cand_samples)
+    equal, difference = _outputs(base.arm, base_samples, cand.arm, cand_samples, failed)
     return Comparison(
         test=base.test,
         baseline=base.arm,
@@ -287,7 +296,7 @@ def _comparison(
         ratio=found.ratio if found else None,
         ci95=found.ci95 if found else None,
         n_blocks=len(shared),
-        verdict=found.verdict if found and not void else Verdict.UNDECIDED,
+        verdict=found.verdict if found and not void and equal is not False else Verdict.UNDECIDED,
         outputs_equal=equal,
         baseline_mib_per_token=base.mib_per_token,
         candidate_mib_per_token=cand.mib_per_token,
@@ -305,11 +314,13 @@ def _void(samples: list[_Sample]) -> str | None:
     errors = sum(c.get("errors", 0) for c in counters)
     if errors and errors >= sum(c.get("calls", 0) for c in counters):
         return f"all {errors} hints of {samples[0].row['arm']} failed"
+    if sum(c.get("unmapped", 0) for c in counters) and not sum(c.get("slices", 0) for c in counters):
+        return f"no expert of {samples[0].row['arm']} was read from a mapping"
     return None
 
 
 def _outputs(
-    base: str, base_samples: list[_Sample], cand: str, cand_samples: list[_Sample]
+    base: str, base_samples: list[_Sample], cand: str, cand_samples: list[_Sample], failed: list[_Sample]
 ) -> tuple[bool | None, str | None]:
     """True when every logits hash of both arms is the same and no check says otherwise; None when unknown."""
     runs = {s.run.run_id: s.run for s in [*base_samples, *cand_samples]}.values()
@@ -319,7 +330,11 @@ def _outputs(
             largest = check.get("max_abs_diff")
             return False, text if largest is None else f"{text} (largest difference {largest:.3g})"
     hashes = [s.row.get("logits_sha256") for s in [*base_samples, *cand_samples]]
-    known = {h for h in hashes if h}
+    # A failed row with a hash has finished its tokens: its logits are what failed, or must be the same.
+    known = {h for h in (*hashes, *(s.row.get("logits_sha256") for s in failed)) if h}
+    for s in failed:
+        if s.row.get("logits_sha256") and "not finite" in (s.row.get("reason") or ""):
+            return False, f"{s.label}: {s.row['reason']}"
     if len(known) > 1:
         return False, "the logits of the timed tokens differ"
     return (True, None) if known and all(hashes) and base_samples and cand_samples else (None, None)
