@@ -63,7 +63,7 @@ def test_an_unknown_backend_names_the_known_ones() -> None:
 def test_all_missing_tools_are_in_one_report(bin_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(MachineError) as e:
         preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)})
-    for name in ("C compiler", "C++ compiler", "cmake", "ninja or make", "git"):
+    for name in ("C compiler", "C++ compiler", "cmake", "ninja", "git"):
         assert name in e.value.what
     assert "apt-get install -y gcc g++ cmake ninja-build git" in (e.value.hint or "")
     assert "pip install cmake ninja" in (e.value.hint or "")
@@ -74,14 +74,13 @@ def test_cmake_and_ninja_alone_are_taken_from_the_package_index(bin_dir: Path, t
     found = preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)})
     assert found.install == ("cmake", "ninja")
     assert found.cmake == tmp_path / "toolbox" / "bin" / "cmake"
-    assert found.make == tmp_path / "toolbox" / "bin" / "ninja"
-    assert found.generator == "Ninja"
+    assert found.ninja == tmp_path / "toolbox" / "bin" / "ninja"
     assert not (tmp_path / "toolbox").exists()
 
 
 def test_a_cmake_that_is_too_old_counts_as_missing(bin_dir: Path, tmp_path: Path) -> None:
     compilers(bin_dir)
-    program(bin_dir, "make", "GNU Make 4.3")
+    program(bin_dir, "ninja", "1.13.2")
     old = program(bin_dir, "cmake", "cmake version 3.18.4")
     assert preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)}).install == ("cmake",)
     (bin_dir / "git").unlink()
@@ -92,13 +91,13 @@ def test_a_cmake_that_is_too_old_counts_as_missing(bin_dir: Path, tmp_path: Path
 def test_what_is_there_is_used_and_identified(bin_dir: Path, tmp_path: Path) -> None:
     compilers(bin_dir)
     program(bin_dir, "cmake", "cmake version 3.21.0")
-    program(bin_dir, "make", "GNU Make 4.3")
+    program(bin_dir, "ninja", "1.13.2")
     program(bin_dir, "ccache", "ccache version 4.7")
     found = preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)})
     assert found.install == ()
     assert found.cmake == bin_dir / "cmake"
     assert found.ccache == bin_dir / "ccache"
-    assert found.generator == "Unix Makefiles"
+    assert found.ninja == bin_dir / "ninja"
     assert found.compiler == "cc 1.2.3; c++ 1.2.3; cc 1.2.3"  # the script answers -dumpmachine alike
 
 
@@ -106,7 +105,8 @@ def test_cc_of_the_environment_is_followed(bin_dir: Path, tmp_path: Path) -> Non
     compilers(bin_dir)
     mine = program(bin_dir, "mycc", "mycc 9")
     found = preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir), "CC": "mycc -m64"})
-    assert found.cc == mine
+    assert found.cc == (str(mine), "-m64")
+    assert found.compiler == "mycc 9 (-m64); c++ 1.2.3; mycc 9"
     with pytest.raises(MachineError, match="CC=gone is not there"):
         preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir), "CC": "gone"})
 
@@ -119,6 +119,67 @@ def test_an_earlier_toolbox_is_found_again(bin_dir: Path, tmp_path: Path) -> Non
     program(toolbox, "ninja", "1.13.2")
     found = preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)})
     assert (found.install, found.cmake) == ((), toolbox / "cmake")
+    toolchain.provide(get_backend("cpu"), found, tmp_path)  # nothing to install: the programs stay
+    assert sorted(p.name for p in toolbox.iterdir()) == ["cmake", "ninja"]
+
+
+def test_a_second_arm_uses_what_the_first_installed(bin_dir: Path, tmp_path: Path) -> None:
+    compilers(bin_dir)
+    second = preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)})
+    assert second.install == ("cmake", "ninja")
+    toolbox = toolchain.toolbox(tmp_path) / "bin"
+    toolbox.mkdir(parents=True)
+    program(toolbox, "cmake", "cmake version 4.4.5")
+    program(toolbox, "ninja", "1.13.2")
+    toolchain.provide(get_backend("cpu"), second, tmp_path)
+    assert sorted(p.name for p in toolbox.iterdir()) == ["cmake", "ninja"]
+
+
+def test_make_alone_is_not_enough(bin_dir: Path, tmp_path: Path) -> None:
+    compilers(bin_dir)
+    program(bin_dir, "cmake", "cmake version 3.25.1")
+    program(bin_dir, "make", "GNU Make 4.3")
+    assert preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)}).install == ("ninja",)
+
+
+def test_an_old_or_broken_program_does_not_hide_a_good_one(bin_dir: Path, tmp_path: Path) -> None:
+    compilers(bin_dir)
+    later = tmp_path / "later"
+    later.mkdir()
+    program(bin_dir, "cmake", "cmake version 3.18.4")
+    program(bin_dir, "ninja", "").write_text("#!/nonexistent/python\n", encoding="utf-8")
+    good = program(later, "cmake", "cmake version 3.25.1"), program(later, "ninja", "1.11.1")
+    found = preflight(get_backend("cpu"), tmp_path, {"PATH": f"{bin_dir}{os.pathsep}{later}"})
+    assert (found.cmake, found.ninja, found.install) == (*good, ())
+
+
+def test_a_launcher_and_its_compiler_are_one_command(bin_dir: Path, tmp_path: Path) -> None:
+    compilers(bin_dir)
+    launcher = bin_dir / "launcher"
+    launcher.write_text('#!/bin/sh\nexec "$@"\n', encoding="utf-8")
+    launcher.chmod(0o755)
+    found = preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir), "CC": f"launcher {bin_dir / 'cc'}"})
+    assert found.cc == (str(launcher), str(bin_dir / "cc"))
+    assert found.compiler == f"cc 1.2.3 ({bin_dir / 'cc'}); c++ 1.2.3; cc 1.2.3"
+
+
+@pytest.mark.parametrize("value", [" ", 'cc "'])
+def test_a_cc_that_is_no_command_is_refused(bin_dir: Path, tmp_path: Path, value: str) -> None:
+    compilers(bin_dir)
+    with pytest.raises(MachineError, match="is not a command") as e:
+        preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir), "CC": value})
+    assert (e.value.hint or "").startswith("unset CC")
+    assert "gcc" not in (e.value.hint or "")
+
+
+@pytest.mark.parametrize(("body", "said"), [("true", "printed nothing"), ("exit 3", "exit code 3")])
+def test_a_compiler_that_does_not_answer_is_refused(bin_dir: Path, tmp_path: Path, body: str, said: str) -> None:
+    compilers(bin_dir)
+    program(bin_dir, "cc", "").write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    with pytest.raises(MachineError, match=said) as e:
+        preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)})
+    assert e.value.where == str(bin_dir / "cc")
+    assert "CC=gcc" in (e.value.hint or "")
 
 
 def test_processor_flags_are_read_and_compared(tmp_path: Path) -> None:

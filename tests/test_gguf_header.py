@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +186,12 @@ def test_hostile_headers_need_little_memory(tmp_path: Path) -> None:
     for i, model in enumerate((Gguf(n_keys=2**33), Gguf(n_tensors=2**33))):
         paths.append(model.write(tmp_path / f"c{i}.gguf"))
         os.truncate(paths[-1], 1 << 40)
+    head = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, 0, 500))
+    for i in range(500):
+        head += len(f"k{i}").to_bytes(8, "little") + f"k{i}".encode() + struct.pack("<IIQ", ARRAY, 0, 1 << 16)
+        head += bytes(range(256)) * 256
+    paths.append(tmp_path / "many.gguf")
+    paths[-1].write_bytes(head)
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (256 << 20, 256 << 20))\n"
         "from pathlib import Path; from toolkit.model.gguf_header import read_header\n"
@@ -202,7 +210,39 @@ def test_hostile_headers_need_little_memory(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     # 2^31 numbers are stepped over (8 GiB of the sparse file); everything else is refused.
-    assert [line.startswith("refused") for line in lines] == [True, False, True, True, True, True]
+    assert [line.startswith("refused") for line in lines] == [True, False, True, True, True, True, False]
+
+
+def test_kept_and_walked_values_share_a_budget(tmp_path: Path) -> None:
+    # 16 arrays of 2^16 are 2^20 elements: the 17th is stepped over, as is a string then
+    numbers = [(f"k{i}", ARRAY, (0, [7] * (1 << 16))) for i in range(17)]
+    header = read_header(Gguf(keys=[*numbers, ("s", STRING, "x" * 16)]).write(tmp_path / "n.gguf"))
+    assert header.metadata["k15"] == (7,) * 65536
+    assert header.metadata["k16"] == Skipped(type="uint8", length=65536)
+    assert header.metadata["s"] == Skipped(type="string", length=16)
+
+    def empty_strings(*counts: int) -> Path:
+        raw = bytearray(struct.pack("<4sIQQ", b"GGUF", 3, 0, len(counts)))
+        for i, count in enumerate(counts):
+            raw += struct.pack("<Q1sIIQ", 1, b"%d" % i, ARRAY, STRING, count) + bytes(8 * count)
+        path = tmp_path / "e.gguf"
+        path.write_bytes(raw)
+        return path
+
+    walked = read_header(empty_strings(1 << 21, 1 << 20)).metadata
+    assert walked["0"] == Skipped(type="string", length=2097152)
+    assert walked["1"] == Skipped(type="string", length=1048576)
+    assert "4,194,305 strings" in refused(empty_strings(1 << 21, 1 << 20, (1 << 20) + 1)).what
+
+
+def test_strings_are_stepped_over_across_blocks(tmp_path: Path) -> None:
+    lengths = [0, 1, 8170, 3, 8184, 20000, 0, 5] * 20
+    strings = ["x" * n for n in lengths]
+    model = Gguf(keys=[("tokenizer.a", ARRAY, (STRING, strings)), ("after", U32, 77)])
+    path = model.write(tmp_path / "s.gguf")
+    header = read_header(path)
+    assert header.metadata["tokenizer.a"] == Skipped(type="string", length=160)
+    assert header.metadata["after"] == 77
 
 
 @pytest.mark.parametrize("shape", [[64, 0], [0], [0, 5]])
@@ -301,10 +341,16 @@ def test_what_is_not_a_model_is_named(tmp_path: Path, content: bytes, word: str)
     assert word in refused(path).what
 
 
-def test_paths_that_are_no_files(tmp_path: Path) -> None:
+def test_paths_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such file" in refused(tmp_path / "absent.gguf").what
     assert "folder" in refused(tmp_path).what
     assert "regular" in refused(Path("/dev/null")).what
+    os.mkfifo(tmp_path / "fifo.gguf")  # opening it would wait for a writer
+    assert "regular" in refused(tmp_path / "fifo.gguf").what
+    with socket.socket(socket.AF_UNIX) as s:
+        monkeypatch.chdir(tmp_path)  # the path of a socket is at most 107 bytes long
+        s.bind("s")
+        assert "regular" in refused(tmp_path / "s").what
 
 
 # Bytes: header 24; first key 8 + 20 + 4 + 8 + 8 = 48; key 'f' 8 + 1 + 4 + 8 + 40 = 61; then the tensor's entry.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import ModelError
 from toolkit.model.routing import generate, load_trace, lru_hit_rate, statistics
-from toolkit.model.synth import PRESETS
+from toolkit.model.shape import PRESETS
 
 
 def save(path: Path, experts: Any, *, n_prompt: int, n_expert: int = 8) -> Path:
@@ -192,7 +193,25 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
     text, other = tmp_path / "text.npz", tmp_path / "other.npz"
     text.write_text("not a trace", encoding="utf-8")
     np.savez(other, ids=np.zeros(3))
-    for path in (text, other, tmp_path / "absent.npz"):
+    single, locked, damaged, fifo = (tmp_path / f"{name}.npz" for name in ("single", "locked", "damaged", "fifo"))
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    (tmp_path / "a.npy").rename(single)
+    good = save(tmp_path / "good.npz", [[[0]], [[1]]], n_prompt=1).read_bytes()
+    # Bit 0 of the flags, at byte 6 of a member's local header and byte 8 of its central one, means encrypted.
+    raw = bytearray(good)
+    for magic, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        for i in range(len(raw)):
+            if raw[i : i + 4] == magic:
+                raw[i + at] |= 1
+    locked.write_bytes(raw)
+    packed = tmp_path / "packed.npz"
+    np.savez_compressed(packed, experts=np.zeros((2, 1, 1), np.int16), phase=np.zeros(2), n_expert=8)
+    raw = bytearray(packed.read_bytes())
+    start = 30 + int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
+    raw[start : start + 8] = b"\xff" * 8  # no deflate block begins so
+    damaged.write_bytes(raw)
+    os.mkfifo(fifo)
+    for path in (text, other, single, locked, damaged, fifo, tmp_path / "absent.npz"):
         with pytest.raises(ModelError, match="not a routing trace") as e:
             load_trace(path, layers=1)
         assert e.value.where == str(path)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -516,6 +517,35 @@ def test_another_commit_is_foreign_and_names_both(series: Series, llama: Path, u
     found = patching.inspect(series, llama, new)
     assert found.state is State.FOREIGN
     assert old in found.notes[0] and new in found.notes[0]
+    assert found.hint == f"moe-madv patch check --tree {llama}"
+
+
+def test_the_lock_of_a_killed_git_is_removed_and_that_of_a_living_one_is_not(
+    series: Series, llama: Path, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = llama / ".git" / "index.lock"
+    lock.write_bytes(b"")
+    monkeypatch.setattr(patching, "_LOCK_PAUSE", 0.0)
+    monkeypatch.setattr(patching, "_running", lambda: ["sh", "git"])
+    with pytest.raises(PatchError, match="holds a lock") as e:
+        patching.apply(series, llama, upstream.head)
+    assert e.value.hint is not None and e.value.hint.endswith(f"rm {lock}")
+    assert lock.exists()
+    monkeypatch.setattr(patching, "_running", lambda: [])
+    with pytest.raises(PatchError, match="holds a lock"):
+        patching.apply(series, llama, upstream.head)
+    monkeypatch.setattr(patching, "_running", lambda: ["sh", "gitk-like"])
+    assert patching.apply(series, llama, upstream.head).changed
+    assert not lock.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="no /proc")
+def test_running_programs_are_listed_by_name() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            assert "sleep" in patching._running()
+        finally:
+            process.kill()
 
 
 def test_ignored_build_output_does_not_matter(series: Series, llama: Path, upstream: FakeUpstream) -> None:

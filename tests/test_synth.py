@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,9 @@ from toolkit.cli.model import model
 from toolkit.errors import FetchError, MachineError, ModelError
 from toolkit.files import sha256_file
 from toolkit.model.blocks import random_blocks
-from toolkit.model.synth import PRESETS, TYPES, Shape, Synth, prescription, routing
+from toolkit.model.layout import read_model
+from toolkit.model.shape import PRESETS, Shape, routing
+from toolkit.model.synth import TYPES, Synth, prescription
 from toolkit.model.vocab import read_vocabulary
 
 TINY = PRESETS["tiny"]
@@ -188,6 +193,30 @@ def test_routing_is_exact(name: str, vocab: Path, tmp_path: Path) -> None:
     check_routing(tmp_path / "m.gguf")
 
 
+def test_shared_expert_is_counted_and_leaves_the_routing_exact(vocab: Path, tmp_path: Path) -> None:
+    out = tmp_path / "m.gguf"
+    synth = make(replace(TINY, layers=2, shared_ff=128), vocab)
+    write(synth, out)
+    layout = read_model(out)
+    assert layout.architecture == "qwen2moe"
+    # 2 layers of 3 matrices of 256 * 128 weights; Q4_0 takes 18 bytes for 32
+    assert layout.shared_expert_bytes == 2 * 3 * 256 * 128 // 32 * 18 == 110592
+    # besides them a gate of 256 floats a layer, and no norms of 2 * 128 floats of q and k
+    plain = make(replace(TINY, layers=2), vocab)
+    assert synth.nbytes - plain.nbytes == 110592 + 2 * 1024 - 2 * 1024
+    assert gguf.GGUFReader(out).fields["qwen2moe.expert_shared_feed_forward_length"].contents() == 128
+    check_routing(out)
+    weights = tensors(out)
+    x = weights["token_embd.weight"].astype(np.float64)
+    for layer in range(2):
+        down = weights[f"blk.{layer}.ffn_down_shexp.weight"]
+        assert down.shape == (256, 128)
+        assert not np.any(down[-64:]) and np.all(np.any(down[:-64], axis=1))
+        # llama.cpp divides by the gate's logit: the same for every token, 8 * 1/8 here, and never 0
+        assert np.allclose(x @ weights[f"blk.{layer}.ffn_gate_inp_shexp.weight"], 1.0, rtol=1e-3)
+    assert not any("attn_q_norm" in name or "attn_k_norm" in name for name in weights)
+
+
 def test_a_recorded_trace_is_replayed(vocab: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     experts = np.argsort(rng.random((20, 3, 24)), axis=2)[:, :, :5].astype(np.int16)
@@ -272,6 +301,50 @@ def test_an_interrupted_write_leaves_nothing(vocab: Path, tmp_path: Path) -> Non
     assert not list(tmp_path.glob("*m.gguf*"))
 
 
+def test_what_killed_processes_left_is_removed_first(
+    vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    stale = tmp_path / f".m[1].gguf.{ended.pid}.partial"
+    kept = [tmp_path / f".m[1].gguf.{os.getppid()}.partial", tmp_path / f".m1.gguf.{ended.pid}.partial"]
+    kept.append(tmp_path / ".m[1].gguf.old.partial")
+    for path in (stale, *kept):
+        path.touch()
+    seen: list[bool] = []
+    real = shutil.disk_usage
+
+    def disk_usage(path: Path) -> Any:
+        seen.append(stale.exists())
+        return real(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    write(make(replace(TINY, layers=1), vocab), tmp_path / "m[1].gguf")
+    assert seen == [False]
+    assert all(path.exists() for path in kept)
+
+
+def test_the_data_is_on_disk_before_the_name_is(vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "m.gguf"
+    seen: list[tuple[bool, int]] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        seen.append((out.exists(), os.fstat(fd).st_size))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write(make(replace(TINY, layers=1), vocab), out)
+    assert seen == [(False, out.stat().st_size)]
+
+
+def test_a_folder_that_cannot_be_made(vocab: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match="cannot be written") as e:
+        write(make(replace(TINY, layers=1), vocab), tmp_path / "file" / "m.gguf")
+    assert e.value.where == str(tmp_path / "file" / "m.gguf")
+
+
 def test_prescription_of_another_file_is_an_error(vocab: Path) -> None:
     with pytest.raises(ModelError, match="no prescribed routing") as e:
         prescription(vocab)
@@ -283,6 +356,14 @@ def test_prescription_of_another_file_is_an_error(vocab: Path) -> None:
     [
         ({"type": "Q4_K", "ff": 128}, "--ff 128 is not a multiple of 256", "try 256"),
         ({"embd": 300}, "--embd 300 is not a multiple of 256", "try 512"),
+        ({"shared_ff": 100}, "--shared-ff 100 is not a multiple of 32", "try 128"),
+        ({"prompt": 10**12}, "1,000,000,000,040 positions", "use fewer positions"),
+        ({"layers": 10**8}, r"--layers 100000000 is not in 0\.\.512", "change --layers"),
+        ({"embd": 10**18}, r"--embd 1000000000000000000 is not in 0\.\.65,536", "change --embd"),
+        ({"popularity": float("nan")}, r"--popularity nan is not in 0\.\.10", "change --popularity"),
+        ({"popularity": 10.5}, r"--popularity 10.5 is not in 0\.\.10", "change --popularity"),
+        ({"recency": float("inf")}, r"--recency inf is not in 0\.\.100", "change --recency"),
+        ({"recency": -1.0}, r"--recency -1.0 is not in 0\.\.100", "change --recency"),
         ({"top_k": 17}, "top-k 17 of 16 experts", "lower --top-k"),
         # 3/4 of 256 dimensions are 192; 193 positions need 258, which is 512 in steps of 256
         ({"decode": 169}, "193 positions.*leaves room for 192", "use --embd 512 or fewer positions"),

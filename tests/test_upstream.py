@@ -8,6 +8,9 @@ import io
 import json
 import os
 import shutil
+import ssl
+import subprocess
+import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import requests
 from click.testing import CliRunner
 from fake_upstream import BINDING_FILES, FILES, FakeUpstream, git, pack, snapshot, write
 
@@ -602,3 +606,116 @@ def test_fetch_command_json_and_dry_run(
     assert (done["commit"], done["pinned"], done["tree"]) == (pin.commit, True, plan["tree"])
     assert isinstance(cli.invoke(fetch_command, ["--sdist", "9.9"]).exception, PinError)
     assert cli.invoke(fetch_command, ["--rev", "x"]).exit_code == 2
+
+
+@pytest.mark.parametrize("content", [None, b'binding = "\xff"'])
+def test_pin_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "upstream.toml"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(PinError) as e:
+        load_pin(path)
+    assert e.value.where == str(path)
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "0", "nan"])
+def test_timeout_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", value)
+    with pytest.raises(FetchError, match=value) as e:
+        PipSettings.current()
+    assert "PIP_DEFAULT_TIMEOUT" in (e.value.hint or "")
+
+
+def test_trusted_host_is_the_only_one_without_a_checked_certificate() -> None:
+    settings = PipSettings.parse(["global.trusted-host='mirror.test other.test:8443'"])
+    with settings.session() as session:
+        unverified = type(session.get_adapter("https://mirror.test/simple/"))
+        assert unverified is not type(session.get_adapter("https://elsewhere.test/"))
+        for url, trusted in (
+            ("https://mirror.test:444/", True),
+            ("https://mirror.test.evil/", False),
+            ("https://other.test:8443/x", True),
+            ("https://other.test/x", False),
+        ):
+            assert (type(session.get_adapter(url)) is unverified) == trusted, url
+        assert session.verify is True
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+def test_trusted_host_serves_with_its_own_certificate(tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subject = ("-subj", "/CN=localhost", "-days", "1")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-keyout",
+        str(key),
+        "-out",
+        str(cert),
+        *subject,
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            Index._send(self, 200, b"hello", "text/plain")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        url = f"https://127.0.0.1:{server.server_port}/"
+        try:
+            with PipSettings.parse(["global.trusted-host='127.0.0.1'"]).session() as session:
+                assert session.get(url, timeout=10).content == b"hello"
+            with PipSettings.parse([]).session() as session, pytest.raises(requests.exceptions.SSLError):
+                session.get(url, timeout=10)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_settings_without_pip_are_said_to_be_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror.test/simple")
+    assert PipSettings.current().index_urls == ("https://mirror.test/simple",)
+    assert "only the PIP_* variables are used" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("url", ["https://[bad/x.git", "~no-such-user-here/x"])
+def test_address_that_is_none_is_refused(pin: Pin, home: Path, url: str) -> None:
+    with pytest.raises(FetchError):
+        fetch_git(url, None, pin, home)
+
+
+@pytest.mark.parametrize("rev", [None, "main"])
+def test_missing_repository_is_named_in_the_words_of_git(pin: Pin, home: Path, tmp_path: Path, rev: str | None) -> None:
+    url = str(tmp_path / "nonexistent")
+    with pytest.raises(FetchError) as e:
+        fetch_git(url, rev, pin, home)
+    assert f"'{url}' does not appear to be a git repository" in e.value.what
+    assert e.value.hint == f"check the address and the access to it: git ls-remote {url}"
+
+
+def test_empty_address_is_a_usage_error() -> None:
+    assert CliRunner().invoke(fetch_command, ["--git", ""]).exit_code == 2
+
+
+def test_dry_run_shows_no_password() -> None:
+    url = "https://me:secret@example.org/x.git"
+    said = CliRunner().invoke(fetch_command, ["--git", url, "--dry-run"]).stdout
+    assert "example.org/x.git" in said
+    assert "secret" not in said

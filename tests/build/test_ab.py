@@ -143,6 +143,22 @@ def test_physical_batches_smaller_than_the_prompt_select_the_same_experts(tiny: 
     assert np.flatnonzero(computed[:, -1]).tolist() == list(range(15, 20))
 
 
+def test_a_shared_expert_is_not_hinted_and_changes_nothing(
+    tiny_shared: Path, both_wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_MADV_HOME", str(both_wheels))
+    out = tmp_path / "shared.jsonl"
+    args = ["bench", "run", tiny_shared, "--arms", "stock,hint", "-p", "8", "-n", "4", "--blocks", "1", "--out", out]
+    _moe_madv(*args)
+    (run,) = results.read([out])
+    assert run.checks[0]["experts_match"] is True
+    assert run.checks[1]["outputs_equal"] is True
+    (hint,) = (s for s in run.samples if (s["arm"], s["test"]) == ("hint", "tg4"))
+    layout = read_model(tiny_shared)
+    assert hint["hints"]["slices"] == 4 * sum(3 * layer.top_k for layer in layout.layers)
+    assert layout.shared_expert_bytes
+
+
 def test_a_prompt_longer_than_a_batch_gives_the_same_logits_at_its_end(tiny: Path, arms: Sequence[Arm]) -> None:
     tokens = prescribed(prescription(tiny), 16, 0)
     ends = []

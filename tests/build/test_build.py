@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from toolkit.build import cpuflags
 from toolkit.build.arms import ArmEnv, arm_environment
@@ -21,6 +22,7 @@ from toolkit.build.buildplan import Plan, plan_build
 from toolkit.build.wheel import build_wheel, copy_sources, source_tree
 from toolkit.build.wheelcheck import check_wheel
 from toolkit.build.wheelfile import Wheel
+from toolkit.cli import cli
 from toolkit.config import patches_dir
 from toolkit.errors import BuildError, FetchError, PatchError
 from toolkit.patch.gitrepo import Git
@@ -108,6 +110,17 @@ def test_a_finished_wheel_is_used_again(built: Built) -> None:
     again = {arm: build_wheel(plan) for arm, plan in built.plans.items()}
     assert again == built.wheels
     assert {arm: w.path.stat().st_mtime_ns for arm, w in again.items()} == before
+
+
+def test_the_command_names_the_environment_it_verified(
+    built: Built, environments: dict[str, ArmEnv], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_MADV_HOME", str(built.home))
+    monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    rows = json.loads(CliRunner().invoke(cli, ["build", "--arm", "both", "--json"]).stdout)["wheels"]
+    assert [(r["arm"], r["reused"], r["python"]) for r in rows] == [
+        (arm, True, str(environments[arm].python)) for arm in ("baseline", "patched")
+    ]
 
 
 def test_changes_in_the_tree_do_not_follow_a_build(built: Built) -> None:

@@ -37,7 +37,7 @@ _TOOLS = (
     Tool(name="C compiler", executables=("cc", "gcc", "clang"), apt="gcc", variable="CC"),
     Tool(name="C++ compiler", executables=("c++", "g++", "clang++"), apt="g++", variable="CXX"),
     Tool(name="cmake", executables=("cmake",), apt="cmake", package="cmake", minimum=(3, 21)),
-    Tool(name="ninja or make", executables=("ninja", "make"), apt="ninja-build", package="ninja"),
+    Tool(name="ninja", executables=("ninja",), apt="ninja-build", package="ninja", minimum=(1, 5)),
     Tool(name="git", executables=("git",), apt="git"),
 )
 

@@ -19,6 +19,7 @@ from toolkit.patch.upstream import Arm, Pin
 
 # Part of every key: raise it when the same inputs are built in another way than before.
 _RECIPE = 1
+GENERATOR = "Ninja"  # of cmake
 
 # Each would change a build without a trace in its key; CMAKE_ARGS is the one that is recorded.
 IGNORED = ("ARCHFLAGS", "CFLAGS", "CPPFLAGS", "CXXFLAGS", "LDFLAGS")
@@ -57,7 +58,7 @@ class Plan:
             "defines": dict(self.backend.defines),
             "cmake_args": self.cmake_args,
             "compiler": self.toolchain.compiler,
-            "generator": self.toolchain.generator,
+            "generator": GENERATOR,
         }
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return f"{self.pin.binding}-{self.label}-{digest[:12]}"
@@ -106,7 +107,7 @@ class Plan:
         toolchain = self.toolchain
         added = {
             "CMAKE_EXECUTABLE": str(toolchain.cmake),
-            "CMAKE_GENERATOR": toolchain.generator,
+            "CMAKE_GENERATOR": GENERATOR,
             "CMAKE_ARGS": shlex.join(self.cmake_args),
         }
         if toolchain.ccache:

@@ -1,4 +1,4 @@
-"""Running a build of minutes: a whole log, progress from ninja or make, and an early stop on bad options."""
+"""Running a build of minutes: a whole log, progress from ninja, and an early stop on bad options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from toolkit.console import err, note
 from toolkit.errors import BuildError, CommandError
 
 _NINJA = re.compile(r"^\[(\d+)/(\d+)\]")
-_MAKE = re.compile(r"^\[\s*(\d+)%\]")
 _UNUSED = "Manually-specified variables were not used by the project:"
 _TAIL_LINES = 30
 
@@ -38,12 +37,9 @@ def unused_defines(log: Iterable[str]) -> tuple[str, ...]:
 
 
 def position(line: str) -> tuple[int, int] | None:
-    """(done, total) of a progress line of ninja or make, None for another line."""
-    if match := _NINJA.match(line):
-        return int(match[1]), int(match[2])
-    if match := _MAKE.match(line):
-        return int(match[1]), 100
-    return None
+    """(done, total) of a progress line of ninja, None for another line."""
+    match = _NINJA.match(line)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def compile_with_progress(argv: Sequence[str], *, env: Mapping[str, str], log: Path, label: str) -> None:

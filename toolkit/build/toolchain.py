@@ -14,7 +14,7 @@ from pathlib import Path
 from toolkit.build.backends import Backend, Tool
 from toolkit.build.venv import create_venv, pip_install
 from toolkit.console import note
-from toolkit.errors import MachineError
+from toolkit.errors import CommandError, MachineError
 from toolkit.process import run
 
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
@@ -24,18 +24,13 @@ _VERSION = re.compile(r"\d+(?:\.\d+)+")
 class Toolchain:
     """The programs a build uses; those in `install` are not there yet, but at their path after `provide`."""
 
-    cc: Path
-    cxx: Path
+    cc: tuple[str, ...]  # program and the options that CC gives it
+    cxx: tuple[str, ...]
     cmake: Path
-    make: Path  # ninja or make
+    ninja: Path
     ccache: Path | None
     compiler: str  # what both compilers say they are, and the machine they compile for
     install: tuple[str, ...] = ()  # Python packages to install into `toolbox`
-
-    @property
-    def generator(self) -> str:
-        """The cmake generator that drives `make`."""
-        return "Ninja" if self.make.stem == "ninja" else "Unix Makefiles"
 
 
 def toolbox(home: Path) -> Path:
@@ -49,61 +44,114 @@ def preflight(backend: Backend, home: Path, environ: Mapping[str, str] = os.envi
     Raises MachineError naming all missing tools at once when one of them has to come from the system.
     """
     path = os.pathsep.join([environ.get("PATH", ""), str(Path(sys.executable).parent), str(toolbox(home) / "bin")])
-    found: dict[str, Path] = {}
+    found: dict[str, tuple[str, ...]] = {}
     missing: list[tuple[Tool, str]] = []
     for tool in backend.tools:
-        program, problem = _find(tool, path, environ)
-        if program is None:
+        command, problem = _find(tool, path, environ)
+        if command is None:
             missing.append((tool, problem))
         else:
-            found[tool.name] = program
+            found[tool.name] = command
     if any(tool.package is None for tool, _ in missing):
-        apt = " ".join(dict.fromkeys(tool.apt for tool, _ in missing))
-        pip = " ".join(tool.package for tool, _ in missing if tool.package)
         raise MachineError(
             f"cannot build the {backend.name} backend, missing: {', '.join(text for _, text in missing)}",
-            hint=f"sudo apt-get install -y {apt}"
-            + (f"  ({pip} are also Python packages: python -m pip install {pip})" if pip else ""),
+            hint=_remedy([tool for tool, _ in missing], environ),
         )
-    packages = [tool.package for tool, _ in missing if tool.package]
-    for package, (tool, _) in zip(packages, missing, strict=True):
-        found[tool.name] = toolbox(home) / "bin" / package
+    packages = tuple(tool.package for tool, _ in missing if tool.package)
+    for tool, _ in missing:
+        found[tool.name] = (str(toolbox(home) / "bin" / str(tool.package)),)
     ccache = shutil.which("ccache", path=path)
+    cc, cxx = found["C compiler"], found["C++ compiler"]
     return Toolchain(
-        cc=found["C compiler"],
-        cxx=found["C++ compiler"],
-        cmake=found["cmake"],
-        make=found["ninja or make"],
+        cc=cc,
+        cxx=cxx,
+        cmake=Path(found["cmake"][0]),
+        ninja=Path(found["ninja"][0]),
         ccache=Path(ccache) if ccache else None,
-        compiler=_identify(found["C compiler"], found["C++ compiler"]),
-        install=tuple(packages),
+        compiler="; ".join([_version_line(cc), _version_line(cxx), _ask(cc, "-dumpmachine")]),
+        install=packages,
     )
 
 
-def provide(toolchain: Toolchain, home: Path) -> None:
-    """Install the programs that preflight found missing and the package index has."""
-    if toolchain.install:
-        note(f"installing {' and '.join(toolchain.install)} into {toolbox(home)}")
-        python = create_venv(toolbox(home))
-        pip_install(python, *toolchain.install)
+def provide(backend: Backend, toolchain: Toolchain, home: Path) -> None:
+    """Install what the build takes from the toolbox, unless all of it is there and runs."""
+    folder = toolbox(home) / "bin"
+    wanted = [t for t in backend.tools if t.package and folder / t.package in (toolchain.cmake, toolchain.ninja)]
+    if all(_find(tool, str(folder), {})[0] for tool in wanted):
+        return
+    note(f"installing {' and '.join(str(tool.package) for tool in wanted)} into {toolbox(home)}")
+    python = create_venv(toolbox(home))
+    pip_install(python, *(f"{tool.package}>={_dotted(tool.minimum)}" for tool in wanted))
 
 
-def _find(tool: Tool, path: str, environ: Mapping[str, str]) -> tuple[Path | None, str]:
-    """(program, "") or (None, what is missing)."""
+def _find(tool: Tool, path: str, environ: Mapping[str, str]) -> tuple[tuple[str, ...] | None, str]:
+    """(command, "") or (None, what is missing). The first program on `path` that is new enough."""
     chosen = environ.get(tool.variable, "") if tool.variable else ""
-    names = (shlex.split(chosen)[0],) if chosen else tool.executables
-    program = next((Path(p) for p in (shutil.which(name, path=path) for name in names) if p), None)
-    if program is None:
+    names = tool.executables
+    options: tuple[str, ...] = ()
+    if chosen:
+        try:
+            first, *rest = shlex.split(chosen)
+        except ValueError:
+            return None, f"{tool.name} ({tool.variable}={chosen!r} is not a command)"
+        names, options = (first,), tuple(rest)
+    folders = [folder for folder in path.split(os.pathsep) if folder]
+    programs = [p for name in names for folder in folders if (p := shutil.which(name, path=folder))]
+    if not programs:
         return None, f"{tool.name} ({tool.variable}={chosen} is not there)" if chosen else tool.name
-    if tool.minimum:
-        match = _VERSION.search(run([program, "--version"], check=False).stdout)
-        version = tuple(int(part) for part in match[0].split(".")) if match else ()
-        if version < tool.minimum:
-            wanted = ".".join(map(str, tool.minimum))
-            return None, f"{tool.name} {wanted} or newer ({program} is {match[0] if match else 'unreadable'})"
-    return program, ""
+    if not tool.minimum:
+        return (programs[0], *options), ""
+    versions = {program: _version(program) for program in dict.fromkeys(programs)}
+    for program, version in versions.items():
+        if version >= tool.minimum:
+            return (program, *options), ""
+    old = ", ".join(f"{program} is {_dotted(version) or 'unreadable'}" for program, version in versions.items())
+    return None, f"{tool.name} {_dotted(tool.minimum)} or newer ({old})"
 
 
-def _identify(cc: Path, cxx: Path) -> str:
-    names = [run([program, "--version"]).stdout.splitlines()[0] for program in (cc, cxx)]
-    return "; ".join([*names, run([cc, "-dumpmachine"]).stdout.strip()])
+def _remedy(missing: list[Tool], environ: Mapping[str, str]) -> str:
+    """The next command; a compiler that a variable names wrongly is not cured by an install."""
+    variables = [tool.variable for tool in missing if tool.variable and environ.get(tool.variable)]
+    others = [tool for tool in missing if tool.variable not in variables]
+    remedies = [f"unset {' '.join(variables)}, or name a compiler that is on PATH there"] if variables else []
+    if others:
+        remedies.append(f"sudo apt-get install -y {' '.join(tool.apt for tool in others)}")
+    pip = " ".join(tool.package for tool in others if tool.package)
+    return "; ".join(remedies) + (f"  ({pip} are also Python packages: python -m pip install {pip})" if pip else "")
+
+
+def _version(program: str) -> tuple[int, ...]:
+    """What `--version` says, () when the program does not run or says no version."""
+    try:
+        done = run([program, "--version"], check=False)
+    except CommandError:
+        return ()
+    match = _VERSION.search(done.stdout) if done.returncode == 0 else None
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _version_line(compiler: tuple[str, ...]) -> str:
+    """The compiler's own name; options that come with it are part of what it is."""
+    line = _ask(compiler, "--version")
+    return f"{line} ({shlex.join(compiler[1:])})" if compiler[1:] else line
+
+
+def _ask(compiler: tuple[str, ...], option: str) -> str:
+    """The first line a compiler answers. Raises MachineError when it fails or answers nothing."""
+    try:
+        lines = run([*compiler, option]).stdout.strip().splitlines()
+    except CommandError as e:
+        lines, problem = [], e.what
+    else:
+        problem = "it printed nothing"
+    if not lines:
+        raise MachineError(
+            f"the compiler does not answer {option}: {problem}",
+            where=shlex.join(compiler),
+            hint="set CC and CXX to compilers that work, such as CC=gcc CXX=g++",
+        )
+    return lines[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.build import cpuflags, wheelfile
-from toolkit.build.buildplan import IGNORED, Plan, clean_environment
+from toolkit.build.buildplan import GENERATOR, IGNORED, Plan, clean_environment
 from toolkit.build.compiling import compile_with_progress
 from toolkit.build.toolchain import provide
 from toolkit.build.wheelfile import BuildRecord, Manifest, Wheel
@@ -54,7 +54,7 @@ def build_wheel(plan: Plan, *, force: bool = False) -> Wheel:
         if ignored := [name for name in IGNORED if os.environ.get(name)]:
             note(f"ignoring {', '.join(ignored)}: put options for both arms into CMAKE_ARGS")
         tree = source_tree(plan)
-        provide(plan.toolchain, plan.home)
+        provide(plan.backend, plan.toolchain, plan.home)
         copy_sources(plan, tree)
         raw = _compile(plan)
         manifest = _describe(plan, tree, raw)
@@ -118,7 +118,7 @@ def _compile(plan: Plan) -> Path:
     (plan.work / "ccache.log").unlink(missing_ok=True)
     (plan.work / "without-common.cmake").write_text(_WITHOUT_COMMON, encoding="utf-8")
     environment = clean_environment(os.environ) | plan.environment
-    tools = dict.fromkeys(str(p.parent) for p in (plan.toolchain.cmake, plan.toolchain.make))
+    tools = dict.fromkeys(str(p.parent) for p in (plan.toolchain.cmake, plan.toolchain.ninja))
     environment["PATH"] = os.pathsep.join([environment.get("PATH", ""), *tools])
     compile_with_progress(plan.command, env=environment, log=plan.log, label=plan.label)
     wheels = list((plan.work / "raw").glob("*.whl"))
@@ -157,9 +157,9 @@ def _describe(plan: Plan, tree: Tree, raw: Path) -> Manifest:
         cmake_args=plan.cmake_args,
         compiler=plan.toolchain.compiler,
         cmake=_cmake_version(plan),
-        generator=plan.toolchain.generator,
+        generator=GENERATOR,
         machine_options=options,
-        cpu_flags=cpuflags.compiled_for([plan.toolchain.cc], options),
+        cpu_flags=cpuflags.compiled_for(plan.toolchain.cc, options),
         openmp="-DGGML_USE_OPENMP" in arguments,
         libraries={name: hashlib.sha256(data).hexdigest() for name, data in sorted(libraries.items())},
         key=plan.key,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import lzma
 import platform
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
-from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.utils import parse_wheel_filename
 
 from toolkit.build import cpuflags, elf
 from toolkit.build.backends import BACKENDS
@@ -20,6 +22,8 @@ from toolkit.build.wheelfile import LIBRARY_DIR, MANIFEST_NAME, Manifest, digest
 from toolkit.errors import BuildError
 from toolkit.files import sha256_file
 
+# What zipfile raises for a damaged, an encrypted or an oddly compressed archive; a wrong name is a ValueError.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, RuntimeError, ValueError)
 _OURS = ("libllama", "libggml", "libmtmd")
 
 
@@ -58,7 +62,7 @@ def check_wheel(path: Path, *, host: frozenset[str] | None = None) -> WheelRepor
         with zipfile.ZipFile(path) as z:
             names = [i.filename for i in z.infolist() if not i.is_dir()]
             entries = {entry: z.read(entry) for entry in names}
-    except (InvalidWheelFilename, zipfile.BadZipFile, OSError) as e:
+    except _DAMAGE as e:
         raise BuildError(f"not a wheel: {e}", where=path) from e
     if name != "llama-cpp-python":
         raise BuildError(f"a wheel of {name}, not of llama-cpp-python", where=path)

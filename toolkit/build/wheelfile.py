@@ -57,11 +57,15 @@ class Manifest:
     @staticmethod
     def from_json(data: Mapping[str, Any], where: Path) -> Manifest:
         """Raises BuildError for another format or a missing field."""
+        if not isinstance(data, Mapping):
+            raise BuildError("the manifest is not a JSON object", where=where)
         if data.get("format") != FORMAT:
             raise BuildError(f"manifest format {data.get('format')!r}, this version reads {FORMAT}", where=where)
         names = {field.name for field in fields(Manifest)}
         if missing := sorted(names - data.keys()):
             raise BuildError(f"manifest lacks {', '.join(missing)}", where=where)
+        if not isinstance(data["libraries"], Mapping):
+            raise BuildError("`libraries` of the manifest is not a JSON object", where=where)
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in names
         }

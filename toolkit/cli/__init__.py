@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import NoReturn
 
 import click
 
 from toolkit import __version__
 from toolkit.console import err
-from toolkit.errors import ToolkitError
+from toolkit.errors import MachineError, ToolkitError
 
 # name -> module that holds a click command of that name; imported when used, so --help stays fast.
 _COMMANDS = {
@@ -48,12 +49,24 @@ def main() -> None:
     """Console entry: expected failures become one message on stderr and their family's exit code."""
     try:
         cli.main(prog_name="moe-madv", standalone_mode=False)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):
         err.print("interrupted; run the same command again to continue", markup=False)
         sys.exit(130)
     except click.ClickException as e:
         e.show()
         sys.exit(e.exit_code)
+    except OSError as e:
+        _fail(
+            MachineError(
+                e.strerror or str(e),
+                where=e.filename,
+                hint="check space and permissions there, or set MOE_MADV_HOME to another folder",
+            )
+        )
     except ToolkitError as e:
-        err.print(f"error: {e}", markup=False, style="bold red" if err.is_terminal else None)
-        sys.exit(e.exit_code)
+        _fail(e)
+
+
+def _fail(e: ToolkitError) -> NoReturn:
+    err.print(f"error: {e}", markup=False, style="bold red" if err.is_terminal else None)
+    sys.exit(e.exit_code)

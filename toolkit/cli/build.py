@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import click
 
 from toolkit import config
 from toolkit.build import wheel
+from toolkit.build.arms import arm_environment
 from toolkit.build.backends import BACKENDS, get_backend
 from toolkit.build.buildplan import Plan, plan_build
 from toolkit.build.wheelfile import Wheel
@@ -28,7 +30,8 @@ def build(backend: str, arm: str, force: bool, dry_run: bool, as_json: bool) -> 
     """Build the wheel of one arm, or of both with the same options.
 
     Options for cmake beyond the backend's own come from CMAKE_ARGS and go to both arms. A finished wheel
-    with the same key (pin, series, options, compiler) is used again.
+    with the same key (pin, series, options, compiler) is used again. Each wheel is installed into an
+    environment of its own, where what loads is compared with the manifest.
 
     \b
     Example:
@@ -53,19 +56,20 @@ def build(backend: str, arm: str, force: bool, dry_run: bool, as_json: bool) -> 
     for plan in plans:
         reused = not force and wheel.finished(plan) is not None
         note(f"{plan.label}: {'already built' if reused else f'building, log in {plan.log}'}")
-        wheels.append((wheel.build_wheel(plan, force=force), reused))
+        made = wheel.build_wheel(plan, force=force)
+        wheels.append((made, arm_environment(made, home).python, reused))
     if as_json:
-        rows = [{"path": str(w.path), "reused": reused, **w.to_json()} for w, reused in wheels]
+        rows = [{"path": str(w.path), "python": str(p), "reused": r, **w.to_json()} for w, p, r in wheels]
         click.echo(json.dumps({"wheels": rows}, indent=2))
     else:
-        click.echo("\n".join(_summary(w, reused) for w, reused in wheels))
+        click.echo("\n".join(_summary(*made) for made in wheels))
 
 
-def _summary(w: Wheel, reused: bool) -> str:
+def _summary(w: Wheel, python: Path, reused: bool) -> str:
     took = f"{w.build.seconds:.0f} s" + (" (earlier)" if reused else "")
     if w.build.objects is not None:
         took += f", ccache {w.build.ccache_hits}/{w.build.objects}"
-    return f"{w.path}\n  {w.bytes / MIB:.1f} MiB  {took}  sha256 {w.sha256}"
+    return f"{w.path}\n  {w.bytes / MIB:.1f} MiB  {took}  sha256 {w.sha256}\n  verified: {python}"
 
 
 def _plan_json(plan: Plan) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import click
 
 from toolkit.config import home
 from toolkit.console import note
+from toolkit.patch.download import redact
 from toolkit.patch.gitrepo import HEX40
-from toolkit.patch.mirror import fetch_git, other_tree_dir
 from toolkit.patch.upstream import PROJECT, fetch_sdist, load_pin, tree_dir
 
 
@@ -30,6 +30,8 @@ def fetch(sdist: str | None, url: str | None, rev: str | None, dry_run: bool, as
       moe-madv fetch
       moe-madv fetch --git https://example.org/llama.cpp.git --rev master
     """
+    if url == "":
+        raise click.UsageError("--git needs a URL or a path")
     if rev and not url:
         raise click.UsageError("--rev needs --git URL")
     if sdist and url:
@@ -46,19 +48,26 @@ def fetch(sdist: str | None, url: str | None, rev: str | None, dry_run: bool, as
         target = tree_dir(pin, "pristine", home())
         if source["revision"] != pin.commit:
             # Only the full id names the tree; a branch is resolved when it is fetched.
+            from toolkit.patch.mirror import other_tree_dir
+
             known = HEX40.fullmatch(source["revision"])
             target = other_tree_dir(source["revision"], home()) if known else target.parents[1]
         plan = {**source, "tree": str(target), "present": target.is_dir() and target.name != "trees"}
         if as_json:
             click.echo(json.dumps(plan, indent=2))
         else:
-            place = f"{source['revision']} of {url}" if url else "the configured package index"
+            place = f"{source['revision']} of {redact(url)}" if url else "the configured package index"
             click.echo(f"{PROJECT} {pin.binding}, sha256 {pin.sdist_sha256}")
             click.echo(f"llama.cpp {pin.commit}")
             click.echo(f"from {place}")
             click.echo(f"to {target}" + (" (present)" if plan["present"] else ""))
         return
-    tree = fetch_git(url, rev, pin, home()) if url else fetch_sdist(pin, home())
+    if url:
+        from toolkit.patch.mirror import fetch_git  # needs git, which help and a dry run do without
+
+        tree = fetch_git(url, rev, pin, home())
+    else:
+        tree = fetch_sdist(pin, home())
     pinned = tree.commit == pin.commit
     if as_json:
         result = {**source, "tree": str(tree.root), "llama": str(tree.llama), "commit": tree.commit, "pinned": pinned}

@@ -75,7 +75,6 @@ def info(file: Path, json_: bool, overrides: dict[str, int], tokens: int) -> Non
 
 
 _COUNT = click.IntRange(min=1)
-_SPREAD = click.FloatRange(min=0)
 
 
 @model.command()
@@ -86,11 +85,12 @@ _SPREAD = click.FloatRange(min=0)
 @click.option("--top-k", type=_COUNT, help="Experts a token takes in a layer.")
 @click.option("--embd", type=_COUNT, help="Width of the residual stream.")
 @click.option("--ff", type=_COUNT, help="Width of one expert.")
+@click.option("--shared-ff", type=click.IntRange(min=0), help="Width of a shared expert, 0: none.  [default: 0]")
 @click.option("--type", type=click.Choice(["Q4_0", "Q8_0", "Q4_K", "MXFP4"]), help="Of the experts.")
 @click.option("--prompt", type=_COUNT, help="Prompt tokens of the prescribed list.")
 @click.option("--decode", type=_COUNT, help="Decoded tokens of the prescribed list.")
-@click.option("--popularity", type=_SPREAD, help="Spread of expert use, 0: all alike.  [default: as in real models]")
-@click.option("--recency", type=_SPREAD, help="Weight of recent use, 0: none.  [default: as in real models]")
+@click.option("--popularity", type=float, help="Spread of expert use, 0 (alike) to 10.  [default: as in real models]")
+@click.option("--recency", type=float, help="Weight of recent use, 0 (none) to 100.  [default: as in real models]")
 @click.option("--replay", type=click.Path(path_type=Path), metavar="TRACE.npz", help="Use a recorded routing.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--vocab", type=click.Path(path_type=Path), help="GGUF vocabulary.  [default: of the fetched llama.cpp]")
@@ -120,23 +120,25 @@ def synth(
       moe-madv model synth demo.gguf
       moe-madv model synth --preset tiny
       moe-madv model synth bench.gguf --preset bench --type Q8_0 --dry-run
+      moe-madv model synth shared.gguf --shared-ff 3072
       moe-madv model synth replay.gguf --preset bench --replay trace.npz
     """
-    from toolkit.model import synth as synthesis
     from toolkit.model.routing import WINDOW, statistics
+    from toolkit.model.shape import PRESETS, routing
+    from toolkit.model.synth import Synth
 
     out = out or config.home() / "models" / f"{preset}.gguf"
     given = {name: value for name, value in options.items() if value is not None}
     fixed = given.keys() & {"experts", "top_k", "prompt", "decode", "popularity", "recency"}
     if replay is not None and fixed:
         raise click.UsageError(f"--replay fixes --{min(fixed).replace('_', '-')}; leave it out")
-    shape = replace(synthesis.PRESETS[preset], **given)
-    shape, trace = synthesis.routing(shape, replay, seed)
-    made = synthesis.Synth(shape, trace, vocab=vocab or _fetched_vocabulary(), seed=seed, preset=preset)
+    shape = replace(PRESETS[preset], **given)
+    shape, trace = routing(shape, replay, seed)
+    made = Synth(shape, trace, vocab=vocab or _fetched_vocabulary(), seed=seed, preset=preset)
 
     note(
         f"{out}: {made.nbytes / GIB:.2f} GiB; {shape.layers} layers, {shape.experts} {shape.type} experts, "
-        f"top {shape.top_k}; {shape.prompt} + {shape.decode} tokens"
+        f"top {shape.top_k}{', a shared one' if shape.shared_ff else ''}; {shape.prompt} + {shape.decode} tokens"
     )
     if trace.n_filled:
         note(f"{trace.source}: {trace.n_filled} rows were not recorded; they repeat other tokens of their layer")
@@ -154,8 +156,8 @@ def synth(
             written = made.write(out, force=force, advance=lambda n: progress.advance(task, n))
         note("written" if written else "already there, made with the same options")
     if json_:
-        routing = None if stats is None else asdict(stats)
-        report = {"file": str(out), "bytes": made.nbytes, "parameters": made.parameters, "routing": routing}
+        measured = None if stats is None else asdict(stats)
+        report = {"file": str(out), "bytes": made.nbytes, "parameters": made.parameters, "routing": measured}
         click.echo(json.dumps(report, indent=2))
     elif not dry_run:
         click.echo(out)

@@ -13,6 +13,7 @@ from toolkit.model.text import shown
 AGAIN = "download the file again and compare its size with the publisher's"
 DAMAGED = "the file is damaged or hostile; get it again from its publisher"
 
+_BLOCK = 1 << 13  # bytes read at a time where many strings are stepped over
 _MAX_NAME = 1 << 12  # bytes; ggml itself stops at 64 for tensors
 
 
@@ -47,6 +48,27 @@ class Cursor:
         self.need(n, what)
         self.file.seek(n, os.SEEK_CUR)
         self.pos += n
+
+    def skip_strings(self, count: int, what: str) -> None:
+        """Step over `count` strings, in blocks: vocabularies have many, and most are short."""
+        length_at = struct.Struct(self.order + "Q").unpack_from
+        start, block, pos = self.pos, b"", self.pos
+        for _ in range(count):
+            if pos + 8 > start + len(block):
+                self.pos = start = pos
+                self.need(8, what)
+                self.file.seek(pos)
+                block = self.file.read(_BLOCK)
+                if len(block) < 8:
+                    raise self.error("the file became shorter while it was read", AGAIN)
+            (length,) = length_at(block, pos - start)
+            pos += 8
+            if length > self.size - pos:
+                self.pos = pos
+                self.need(length, what)
+            pos += length
+        self.file.seek(pos)
+        self.pos = pos
 
     def scalar(self, code: str, what: str) -> Any:
         return struct.unpack(self.order + code, self.take(struct.calcsize(self.order + code), what))[0]

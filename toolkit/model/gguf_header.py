@@ -7,7 +7,6 @@ it stops at the first tensor type it does not know and believes every count it i
 from __future__ import annotations
 
 import math
-import os
 import stat
 import struct
 import sys
@@ -32,11 +31,13 @@ _MAX_ALIGNMENT = 1 << 21  # a huge page; the largest published value seen is 16 
 _MAX_DIMS = 4  # GGML_MAX_DIMS
 _MAX_KEYS = 1 << 14
 _MAX_TENSORS = 1 << 20
-_MAX_STRINGS = 1 << 22  # in one array; vocabularies and merge lists stay below 2^20
+_MAX_STRINGS = 1 << 22  # in all arrays together; vocabularies and merge lists stay below 2^20 each
 # Longer values are stepped over: chat templates, vocabularies; a list with one value per layer never is.
 _KEPT_STRING = 1 << 12  # bytes
 _KEPT_STRINGS = 1 << 10  # elements
 _KEPT_ARRAY = 1 << 16  # elements
+_KEPT_TOTAL = 1 << 20  # elements of all kept arrays together; a string counts by its length too
+_STRING_UNIT = 16  # bytes that count as one element
 
 # The smallest possible entries: key (length, 1 byte, type, 1 byte), tensor (length, n_dims, type, offset).
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1
@@ -52,6 +53,14 @@ class Skipped:
 
     type: str
     length: int
+
+
+@dataclass
+class _Budget:
+    """What the values of one header may still cost, so that many small ones cannot add up."""
+
+    kept: int = _KEPT_TOTAL
+    strings: int = _MAX_STRINGS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +107,13 @@ def read_header(path: Path) -> GGUFHeader:
     """
     where = shown(path)
     try:
+        info = path.stat()
+        if stat.S_ISDIR(info.st_mode):
+            raise ModelError("this is a folder, not a GGUF file", where=where, hint="name a file in it")
+        if not stat.S_ISREG(info.st_mode):  # never opened: a FIFO would wait, a device may act
+            raise ModelError("not a regular file", where=where, hint="give a GGUF file on disk")
         with path.open("rb") as file:
-            info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode):
-                raise ModelError("not a regular file", where=where, hint="give a GGUF file on disk")
             return _read(Cursor(file, path, info.st_size))
-    except IsADirectoryError as e:
-        raise ModelError("this is a folder, not a GGUF file", where=where, hint="name a file in it") from e
     except FileNotFoundError as e:
         raise ModelError("no such file", where=where, hint="check the name; `ls` shows what is there") from e
     except OSError as e:
@@ -127,11 +136,12 @@ def _read(cur: Cursor) -> GGUFHeader:
     _check_count(cur, n_tensors, "tensors", _MIN_TENSOR_BYTES, _MAX_TENSORS)
 
     metadata: dict[str, Any] = {}
+    budget = _Budget()
     for i in range(n_keys):
         key = cur.name(f"key {i + 1} of {n_keys}")
         if not key or key in metadata:
             raise cur.error(f"key {i + 1} is {'a second ' + repr(key) if key else 'empty'}")
-        metadata[key] = _read_value(cur, key, cur.scalar("I", f"the type of key {key!r}"))
+        metadata[key] = _read_value(cur, key, cur.scalar("I", f"the type of key {key!r}"), budget)
     alignment = _alignment(cur, metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
     table = _read_table(cur, n_tensors)
     header_end = cur.pos
@@ -179,17 +189,19 @@ def _check_count(cur: Cursor, count: int, what: str, smallest: int, limit: int) 
         raise cur.error(f"the header promises {count:,} {what}; no model has more than {limit:,}")
 
 
-def _read_value(cur: Cursor, key: str, kind: int) -> Any:
+def _read_value(cur: Cursor, key: str, kind: int, budget: _Budget) -> Any:
     what = f"the value of {key!r}"
     if kind in _SCALARS:
         return cur.scalar(_SCALARS[kind], what)
     if kind == _STRING:
-        return _read_string(cur, what)
+        return _read_string(cur, what, budget)
     if kind != _ARRAY:
         raise cur.error(f"{what} has type {kind}, which GGUF does not define")
     kind, count = cur.scalar("I", what), cur.scalar("Q", what)
     limit = _KEPT_STRINGS if kind == _STRING else _KEPT_ARRAY
-    keep = count <= limit and not key.startswith("tokenizer.")
+    keep = count <= min(limit, budget.kept) and not key.startswith("tokenizer.")
+    if keep:
+        budget.kept -= count
     if kind in _SCALARS:
         layout = f"{cur.order}{{}}{_SCALARS[kind]}"
         nbytes = count * struct.calcsize(layout.format(""))
@@ -198,22 +210,25 @@ def _read_value(cur: Cursor, key: str, kind: int) -> Any:
         cur.skip(nbytes, what)
     elif kind == _STRING:
         cur.need(8 * count, what)
-        if count > _MAX_STRINGS:
-            raise cur.error(f"{what} holds {count:,} strings; no vocabulary is that large")
+        budget.strings -= count
+        if budget.strings < 0:
+            total = _MAX_STRINGS - budget.strings
+            raise cur.error(f"with {what} the arrays hold {total:,} strings; no vocabulary is that large")
         if keep:
-            return tuple(_read_string(cur, what) for _ in range(count))
-        for _ in range(count):
-            cur.skip(cur.scalar("Q", what), what)
+            return tuple(_read_string(cur, what, budget) for _ in range(count))
+        cur.skip_strings(count, what)
     else:
         raise cur.error(f"{what} is an array of type {kind}, which GGUF does not allow")
     return Skipped(type=GGUFValueType(kind).name.lower(), length=count)
 
 
-def _read_string(cur: Cursor, what: str) -> str | Skipped:
+def _read_string(cur: Cursor, what: str, budget: _Budget) -> str | Skipped:
     length = cur.scalar("Q", what)
-    if length > _KEPT_STRING:
+    cost = length // _STRING_UNIT
+    if length > _KEPT_STRING or cost > budget.kept:
         cur.skip(length, what)
         return Skipped(type="string", length=length)
+    budget.kept -= cost
     return cur.take(length, what).decode("utf-8", "backslashreplace")
 
 

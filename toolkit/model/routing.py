@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,15 +62,20 @@ def load_trace(path: Path, *, layers: int) -> Trace:
     the nearest one, so that neighbouring tokens stay as alike as recorded ones. Raises ModelError.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            experts, phase, n_expert = arrays["experts"], arrays["phase"], int(arrays["n_expert"])
-    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as e:
+        experts, phase, n_expert = _load(path)
+    except Exception as e:  # zipfile, its decompressors and numpy have many, and some change with the release
         raise ModelError(
             f"not a routing trace: {e}",
             where=path,
             hint="give an .npz file with the arrays experts [token, layer, k], phase [token] and n_expert",
         ) from e
-    if experts.ndim != 3 or phase.shape != experts.shape[:1] or experts.dtype.kind != "i" or not experts.size:
+    if (
+        experts.ndim != 3
+        or not experts.size
+        or phase.shape != experts.shape[:1]
+        or experts.dtype.kind != "i"
+        or phase.dtype.kind not in "iub"
+    ):
         raise ModelError(
             f"experts has shape {list(experts.shape)} and type {experts.dtype}, phase {list(phase.shape)}",
             where=path,
@@ -95,6 +100,16 @@ def load_trace(path: Path, *, layers: int) -> Trace:
         source=path.name,
         n_filled=n_filled,
     )
+
+
+def _load(path: Path) -> tuple[NDArray[Any], NDArray[Any], int]:
+    if path.exists() and not path.is_file():  # opening a FIFO would wait for a writer
+        raise ValueError("not a regular file")
+    arrays = np.load(path, allow_pickle=False)
+    if not isinstance(arrays, np.lib.npyio.NpzFile):
+        raise ValueError("a single array (.npy)")
+    with arrays:
+        return np.asarray(arrays["experts"]), np.asarray(arrays["phase"]), int(arrays["n_expert"])
 
 
 def _fill(rows: NDArray[np.int64], path: Path, layer: int) -> int:

@@ -1,18 +1,21 @@
-"""Make a runnable qwen3moe GGUF with random weights and *prescribed* routing.
+"""Make a runnable qwen3moe or qwen2moe GGUF with random weights and *prescribed* routing.
 
 Every position of a routing trace has a token of its own. Its embedding has one spike in a reserved dimension of
-the residual stream. The rows of the attention output and of the experts' down projections that would write to
+the residual stream. The rows of the attention output and of all experts' down projections that would write to
 reserved dimensions are zero, so the spike passes unchanged through all layers, and the routers read nothing
 else. RMS normalisation scales all logits of a token alike, so their order is the prescribed one.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +26,17 @@ from numpy.typing import NDArray
 
 from toolkit.errors import MachineError, ModelError
 from toolkit.files import atomic_path, sha256_file
-from toolkit.model.blocks import BLOCK_SIZE, random_blocks
+from toolkit.model.blocks import random_blocks
 from toolkit.model.gguf_header import read_header
-from toolkit.model.routing import POPULARITY, RECENCY, Trace, check_experts, generate, load_trace
+from toolkit.model.routing import Trace
+from toolkit.model.shape import HEAD_DIM, Shape
 from toolkit.model.vocab import Vocabulary, read_vocabulary
 
-ARCH = "qwen3moe"
 FORMAT = 1  # raise it whenever the same options make other bytes
-HEAD_DIM = 128
 
 _SPIKE = 8.0  # of a code, beside random dimensions of rms 1
 _MARGIN, _SPREAD = 8.0, 2.0  # router logits at rms 1: others in (-1, 0], chosen in (MARGIN, MARGIN + SPREAD]
 _ATTENTION_GAIN = 0.25  # at 1, what all tokens share grows from layer to layer and drowns what tells them apart
-_MAX_IDS = 1 << 16  # in the prescription: `read_header` keeps arrays up to this length
 _FILE_TYPES = {
     "Q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
     "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
@@ -43,50 +44,6 @@ _FILE_TYPES = {
     "MXFP4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE,
 }
 TYPES = tuple(_FILE_TYPES)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What the model is made of; `type` is that of the experts, all other matrices are Q4_0."""
-
-    layers: int
-    experts: int
-    top_k: int
-    embd: int
-    ff: int  # of one expert
-    type: str
-    vocab: int | None  # tokens kept of the vocabulary; None: all
-    prompt: int  # positions of the prescribed token list
-    decode: int
-    popularity: float = POPULARITY  # of the generated routing
-    recency: float = RECENCY
-
-
-PRESETS = {
-    "tiny": Shape(layers=4, experts=16, top_k=2, embd=256, ff=256, type="Q4_0", vocab=4096, prompt=24, decode=40),
-    "demo": Shape(layers=18, experts=128, top_k=8, embd=1024, ff=768, type="Q4_0", vocab=None, prompt=64, decode=128),
-    "bench": Shape(layers=24, experts=128, top_k=8, embd=2048, ff=768, type="Q4_0", vocab=None, prompt=64, decode=128),
-}
-
-
-def routing(shape: Shape, replay: Path | None, seed: int) -> tuple[Shape, Trace]:
-    """The trace to prescribe: generated, or the recorded one, whose experts, top-k and lengths replace the shape's."""
-    if replay is not None:
-        trace = load_trace(replay, layers=shape.layers)
-        n_decode = len(trace.experts) - trace.n_prompt
-        return replace(shape, experts=trace.n_expert, top_k=trace.top_k, prompt=trace.n_prompt, decode=n_decode), trace
-    if shape.top_k > shape.experts:
-        raise ModelError(f"top-k {shape.top_k} of {shape.experts} experts", hint="lower --top-k")
-    return shape, generate(
-        layers=shape.layers,
-        n_prompt=shape.prompt,
-        n_decode=shape.decode,
-        n_expert=shape.experts,
-        top_k=shape.top_k,
-        seed=seed,
-        popularity=shape.popularity,
-        recency=shape.recency,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,18 +69,17 @@ class _Tensor:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.byte_shape))
+        return math.prod(self.byte_shape)
 
 
 class Synth:
     """One model to be written: parameters, size, then `write`.
 
-    `shape` and `trace` come from `routing`. Raises ModelError if they cannot be a model.
+    `shape` and `trace` come from `shape.routing`. Raises ModelError if the vocabulary does not fit them.
     """
 
     def __init__(self, shape: Shape, trace: Trace, *, vocab: Path, seed: int, preset: str) -> None:
         self.shape, self.trace, self.seed = shape, trace, seed
-        _check(shape, trace)
         vocabulary = read_vocabulary(vocab)
         self.vocabulary = vocabulary if shape.vocab is None else vocabulary.shortened(shape.vocab)
         self.tokens = _choose_tokens(self.vocabulary, len(trace.experts), seed)
@@ -144,23 +100,24 @@ class Synth:
 
         Another file of that name is an error unless `force`. Raises MachineError if the disk is too small.
         """
-        if out.exists() and not force:
-            if _parameters(out) == self.parameters:
-                return False
-            raise ModelError(
-                "exists and was made with other options",
-                where=out,
-                hint="add --force to replace it, or give another name",
-            )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(out.parent).free
-        if free < self.nbytes:
-            raise MachineError(
-                f"the model needs {self.nbytes / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free",
-                where=out.parent,
-                hint="free some space or choose another folder",
-            )
         try:
+            if out.exists() and not force:
+                if _parameters(out) == self.parameters:
+                    return False
+                raise ModelError(
+                    "exists and was made with other options",
+                    where=out,
+                    hint="add --force to replace it, or give another name",
+                )
+            out.parent.mkdir(parents=True, exist_ok=True)
+            _remove_stale(out)
+            free = shutil.disk_usage(out.parent).free
+            if free < self.nbytes:
+                raise MachineError(
+                    f"the model needs {self.nbytes / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free",
+                    where=out.parent,
+                    hint="free some space or choose another folder",
+                )
             with atomic_path(out) as partial:
                 self._write(partial, advance)
         except OSError as e:
@@ -168,7 +125,7 @@ class Synth:
         return True
 
     def _write(self, path: Path, advance: Callable[[int], object]) -> None:
-        writer = gguf.GGUFWriter(path, ARCH)
+        writer = gguf.GGUFWriter(path, self.shape.arch)
         try:
             self._add_metadata(writer)
             for t in self._tensors:
@@ -184,6 +141,9 @@ class Synth:
                 advance(t.nbytes)
         finally:
             writer.close()
+        # On disk before the rename: a complete name means complete data, and clean pages can be evicted.
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
     def _add_metadata(self, writer: gguf.GGUFWriter) -> None:
         s = self.shape
@@ -196,6 +156,8 @@ class Synth:
         writer.add_embedding_length(s.embd)
         writer.add_feed_forward_length(s.ff)
         writer.add_expert_feed_forward_length(s.ff)
+        if s.shared_ff:
+            writer.add_expert_shared_feed_forward_length(s.shared_ff)
         writer.add_expert_count(s.experts)
         writer.add_expert_used_count(s.top_k)
         writer.add_head_count(s.embd // HEAD_DIM)
@@ -237,6 +199,14 @@ class Synth:
                 make=lambda bits: _router(bits, self.trace, layer, s.embd),
             )
 
+        def shared_gate(layer: int) -> _Tensor:
+            return _Tensor(
+                name=f"blk.{layer}.ffn_gate_inp_shexp.weight",
+                shape=(s.embd,),
+                type=GGMLType.F32,
+                make=lambda _: _shared_gate(s.embd, reserved),
+            )
+
         reserved = _reserved(self.trace)
         yield _Tensor(name="token_embd.weight", shape=(n_vocab, s.embd), type=GGMLType.Q4_0, make=self._embedding)
         for i in range(s.layers):
@@ -245,13 +215,19 @@ class Synth:
             yield matrix(f"blk.{i}.attn_k.weight", kv, s.embd)
             yield matrix(f"blk.{i}.attn_v.weight", kv, s.embd)
             yield matrix(f"blk.{i}.attn_output.weight", s.embd, s.embd, gain=_ATTENTION_GAIN, zero_rows=reserved)
-            yield norm(f"blk.{i}.attn_q_norm.weight", HEAD_DIM)
-            yield norm(f"blk.{i}.attn_k_norm.weight", HEAD_DIM)
+            if s.arch == "qwen3moe":
+                yield norm(f"blk.{i}.attn_q_norm.weight", HEAD_DIM)
+                yield norm(f"blk.{i}.attn_k_norm.weight", HEAD_DIM)
             yield norm(f"blk.{i}.ffn_norm.weight", s.embd)
             yield router(i)
             yield matrix(f"blk.{i}.ffn_gate_exps.weight", s.experts, s.ff, s.embd, type=expert_type)
             yield matrix(f"blk.{i}.ffn_up_exps.weight", s.experts, s.ff, s.embd, type=expert_type)
             yield matrix(f"blk.{i}.ffn_down_exps.weight", s.experts, s.embd, s.ff, type=expert_type, zero_rows=reserved)
+            if s.shared_ff:
+                yield shared_gate(i)
+                yield matrix(f"blk.{i}.ffn_gate_shexp.weight", s.shared_ff, s.embd)
+                yield matrix(f"blk.{i}.ffn_up_shexp.weight", s.shared_ff, s.embd)
+                yield matrix(f"blk.{i}.ffn_down_shexp.weight", s.embd, s.shared_ff, zero_rows=reserved)
         yield norm("output_norm.weight", s.embd)
         yield matrix("output.weight", n_vocab, s.embd)
 
@@ -279,6 +255,16 @@ def _router(bits: np.random.BitGenerator, trace: Trace, layer: int, embd: int) -
     return weight
 
 
+def _shared_gate(embd: int, reserved: int) -> NDArray[np.float32]:
+    """Weights that give every token the same logit before normalisation, 1, from its code alone.
+
+    llama.cpp computes the sigmoid as silu(x) / x, so x must never be 0.
+    """
+    weight = np.zeros(embd, dtype=np.float32)
+    weight[embd - reserved :] = 1 / _SPIKE
+    return weight
+
+
 def _reserved(trace: Trace) -> int:
     """Dimensions at the end of the residual stream that hold codes: one a position, in whole blocks."""
     return -(-len(trace.experts) // 32) * 32
@@ -292,27 +278,22 @@ def _choose_tokens(vocabulary: Vocabulary, n: int, seed: int) -> list[int]:
     return chosen
 
 
-def _check(shape: Shape, trace: Trace) -> None:
-    n_positions = len(trace.experts)
-    check_experts(trace.experts.astype(np.int64), trace.n_expert, where=trace.source)
-    block = BLOCK_SIZE[GGMLType[shape.type]]
-    for option, value, unit in (("--embd", shape.embd, 2 * HEAD_DIM), ("--ff", shape.ff, block)):
-        if value <= 0 or value % unit:
-            raise ModelError(f"{option} {value} is not a multiple of {unit}", hint=f"try {-(-value // unit) * unit}")
-    limit = shape.embd * 3 // 4
-    if n_positions > limit:
-        raise ModelError(
-            f"{n_positions} positions (prompt and decode) need a residual dimension each; "
-            f"--embd {shape.embd} leaves room for {limit}",
-            where=trace.source,
-            hint=f"use --embd {-(-n_positions * 4 // (3 * 256)) * 256} or fewer positions",
-        )
-    if trace.experts.size > _MAX_IDS:
-        raise ModelError(
-            f"{trace.experts.size:,} routed ids; the header holds at most {_MAX_IDS:,}",
-            where=trace.source,
-            hint="use fewer layers or positions",
-        )
+def _remove_stale(out: Path) -> None:
+    """Delete what killed processes have left of `out`: up to the model's size each."""
+    for partial in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+        pid = partial.name[len(out.name) + 2 : -len(".partial")]
+        if pid.isascii() and pid.isdigit() and not _alive(int(pid)):
+            partial.unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 def _parameters(path: Path) -> dict[str, Any] | None:
@@ -335,7 +316,7 @@ def prescription(path: Path) -> Prescription:
             hint="make one with: moe-madv model synth FILE --preset demo",
         )
     tokens = metadata["moe_madv.tokens"]
-    top_k: int = metadata[f"{ARCH}.expert_used_count"]
+    top_k: int = metadata[f"{metadata['general.architecture']}.expert_used_count"]
     return Prescription(
         tokens=tokens,
         n_prompt=metadata["moe_madv.n_prompt"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 from urllib.request import url2pathname
 
 import requests
@@ -25,16 +25,29 @@ class _Retryable(Exception):
 
 def redact(url: str) -> str:
     """The URL without user name, password and query, fit for a message."""
-    parts = urlsplit(url)
+    parts = _split(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def local_path(url: str) -> Path | None:
     """The path of a `file:` URL or of a plain path, None for anything else."""
-    parts = urlsplit(url)
+    parts = _split(url)
     if parts.scheme == "file":
         return Path(url2pathname(parts.path))
-    return Path(url).expanduser() if len(parts.scheme) <= 1 else None  # one letter is a Windows drive
+    if len(parts.scheme) > 1:  # one letter is a Windows drive
+        return None
+    try:
+        return Path(url).expanduser()
+    except RuntimeError as e:
+        raise FetchError(f"no such home directory: {e}", where=url) from e
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        return urlsplit(url)
+    except ValueError as e:
+        # The URL itself may hold a password, so it is not shown.
+        raise FetchError(f"not a URL: {e}", hint="check --git, or the index settings: pip config list") from e
 
 
 def download(url: str, target: Path, *, sha256: str, session: requests.Session, timeout: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,10 @@ def _check_out(store: Path, commit: str, target: Path) -> None:
         raise FetchError(f"the checkout is at {head}, not at {commit}", where=target)
 
 
+def _remedy(url: str) -> str:
+    return f"check the address and the access to it: git ls-remote {shlex.quote(redact(url))}"
+
+
 class _Progress(git.RemoteProgress):
     def __init__(self, shown: Status) -> None:
         super().__init__()
@@ -147,7 +152,7 @@ class _Store:
         shallow = self._git.git_path("shallow").exists()
         refusal = self._fetch(url, refs, **({"unshallow": True} if shallow else {}))
         if refusal:
-            raise FetchError(f"git fetch failed: {refusal}", where=redact(url))
+            raise FetchError(f"git fetch failed: {refusal}", where=redact(url), hint=_remedy(url))
 
     def _fetch(self, url: str, refs: list[str], **options: Any) -> str | None:
         """Fetch; returns git's reason when it was refused."""
@@ -169,7 +174,9 @@ class _Store:
             try:
                 return str(getattr(repo.git, command)(*args))
             except git.CommandError as e:
-                raise FetchError(f"git {command} failed: {self._reason(e)}", where=redact(args[0])) from e
+                url = args[0]
+                what = f"git {command} failed: {self._reason(e)}"
+                raise FetchError(what, where=redact(url), hint=_remedy(url)) from e
 
     @property
     def _environment(self) -> dict[str, str]:
@@ -178,7 +185,7 @@ class _Store:
 
     @staticmethod
     def _reason(error: git.CommandError) -> str:
-        stderr = str(error.stderr)
+        stderr = str(error.stderr).strip().removeprefix("stderr: '").removesuffix("'")  # as GitPython quotes it
         raise_if_dubious(stderr)
-        fatal = re.search(r"(?:fatal|error): ([^\n']+)", stderr)
+        fatal = re.search(r"(?:fatal|error): ([^\n]+)", stderr)
         return fatal[1].strip() if fatal else f"exit code {error.status}"

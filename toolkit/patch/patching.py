@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from toolkit.console import note
 from toolkit.errors import FetchError, PatchError
 from toolkit.patch.gitrepo import Git, seed
 from toolkit.patch.replay import TRAILER, HookResult, HookStatus, dry, replay, snapshot
@@ -16,6 +19,7 @@ from toolkit.patch.series import Series
 from toolkit.patch.upstream import check_complete, locked
 
 _OWN_FOLDER = "moe-madv"  # in the git directory: our lock, and what --reset took out
+_LOCK_TRIES, _LOCK_PAUSE = 20, 0.1  # seconds
 _MAX_COMMITS = 64  # more of ours on top of a pin than any series has
 # What git leaves when a command of the user stopped halfway; only `am` can be from applying a series.
 _AM_STATE = "rebase-apply"
@@ -69,9 +73,9 @@ def inspect(series: Series, llama: Path, pin_commit: str) -> TreeStatus:
     except FetchError as e:
         return TreeStatus(state=State.MISSING, notes=(*notes, e.what), hint=e.hint)
     if not is_repository:
-        note = "the tree has no git repository of its own, so its commit is unknown"
+        found = "the tree has no git repository of its own, so its commit is unknown"
         hint = "moe-madv fetch, then the same command again"
-        return TreeStatus(state=State.FOREIGN, notes=(note,), hint=hint)
+        return TreeStatus(state=State.FOREIGN, notes=(found,), hint=hint)
 
     head, base, ours, digest = _history(git)
     changes = git.changes()
@@ -85,7 +89,7 @@ def inspect(series: Series, llama: Path, pin_commit: str) -> TreeStatus:
 
     if base != pin_commit:
         notes.insert(0, f"it is based on commit {base}, the pin is {pin_commit}")
-        return status(State.FOREIGN, "for the toolkit's own tree leave out --tree; for this commit: moe-madv port")
+        return status(State.FOREIGN, f"moe-madv patch check --tree {shlex.quote(str(llama))}")
     if any(path not in own_files for path in changes) or any(name != _AM_STATE for name in stopped):
         return status(State.FOREIGN, f"move aside or undo what is yours: git -C {llama} status")
     with dry(git) as scratch:
@@ -175,11 +179,43 @@ def _repository(llama: Path, pin_commit: str, donor: Path | None) -> Iterator[Gi
             yield git
         else:
             with locked(git.git_path(_OWN_FOLDER)):
+                _remove_stale_lock(git)
                 yield git
     except BaseException:
         if seeded:
             shutil.rmtree(llama / ".git", ignore_errors=True)
         raise
+
+
+def _remove_stale_lock(git: Git) -> None:
+    """Remove the index.lock of a killed git; call with our lock held.
+
+    Raises PatchError while a git process runs, or where processes cannot be listed: the lock may be its own.
+    """
+    lock = git.git_path("index.lock")
+    for _ in range(_LOCK_TRIES):  # `git status` of another process holds it for a moment
+        if not lock.exists():
+            return
+        names = _running()
+        if names and not any(name == "git" or name.startswith("git-") for name in names):
+            lock.unlink(missing_ok=True)
+            note(f"removed {lock}, which a killed git left behind")
+            return
+        time.sleep(_LOCK_PAUSE)
+    raise PatchError(
+        "git holds a lock on the index, or was killed with it",
+        where=lock,
+        hint=f"wait until no git command runs in this tree, then: rm {shlex.quote(str(lock))}",
+    )
+
+
+def _running() -> list[str]:
+    """Names of the processes of this machine; none where there is no /proc."""
+    names = []
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):  # a process that has ended
+            names.append(comm.read_text(encoding="utf-8", errors="replace").strip())
+    return names
 
 
 def _history(git: Git) -> tuple[str | None, str | None, list[str], str | None]:

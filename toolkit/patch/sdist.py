@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 import sys
 import tarfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pypi_simple
 import requests
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
+from urllib3.exceptions import InsecureRequestWarning
 
+from toolkit.console import note
 from toolkit.errors import FetchError
 from toolkit.files import sha256_file
 from toolkit.patch.download import download, local_path, redact
@@ -33,6 +38,7 @@ class PipSettings:
     cert: str | None
     proxy: str | None
     timeout: float  # seconds without a byte
+    trusted_hosts: tuple[str, ...] = ()  # host or host:port whose certificate is not checked
 
     @staticmethod
     def parse(lines: Iterable[str]) -> PipSettings:
@@ -51,14 +57,18 @@ class PipSettings:
             find_links=tuple(values.get("find-links", "").split()),
             cert=values.get("cert"),
             proxy=values.get("proxy"),
-            timeout=float(values.get("timeout") or values.get("default-timeout") or _PIP_TIMEOUT),
+            timeout=_seconds(values.get("timeout") or values.get("default-timeout") or str(_PIP_TIMEOUT)),
+            trusted_hosts=tuple(values.get("trusted-host", "").split()),
         )
 
     @staticmethod
     def current() -> PipSettings:
         """The settings of this interpreter's pip, or only the PIP_* variables where pip is absent."""
         listed = run([sys.executable, "-m", "pip", "config", "list"], check=False)
-        return PipSettings.parse(_environment(os.environ) if listed.returncode else listed.stdout.splitlines())
+        if listed.returncode == 0:
+            return PipSettings.parse(listed.stdout.splitlines())
+        note("pip cannot be asked for its settings; only the PIP_* variables are used")
+        return PipSettings.parse(_environment(os.environ))
 
     def session(self) -> requests.Session:
         session = requests.Session()
@@ -66,7 +76,34 @@ class PipSettings:
             session.verify = self.cert
         if self.proxy:
             session.proxies = {"http": self.proxy, "https": self.proxy}
+        for host in self.trusted_hosts:
+            # As in pip, a host without a port is trusted on every port.
+            for end in ("/",) if re.search(r":\d+$", host) else ("/", ":"):
+                session.mount(f"https://{host}{end}", _Unverified())
         return session
+
+
+class _Unverified(requests.adapters.HTTPAdapter):
+    """A connection to a host the user trusts without a certificate that can be checked."""
+
+    def send(self, request: requests.PreparedRequest, *args: Any, **options: Any) -> requests.Response:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InsecureRequestWarning)
+            return super().send(request, *args, **{**options, "verify": False})
+
+
+def _seconds(value: str) -> float:
+    """Raises FetchError for what is not a positive number."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise FetchError(
+            f"pip's timeout is {value!r}, which is not a number of seconds",
+            hint="correct PIP_TIMEOUT, PIP_DEFAULT_TIMEOUT or the file that `pip config debug` names",
+        )
+    return seconds
 
 
 def _environment(environ: Mapping[str, str]) -> list[str]:

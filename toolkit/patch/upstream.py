@@ -66,6 +66,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         raise PinError("no such file", where=path) from e
+    except OSError as e:
+        raise PinError(f"cannot be read: {e.strerror}", where=path) from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise PinError(f"not valid TOML: {e}", where=path) from e
 
