@@ -85,6 +85,8 @@ class Plan:
             "CMAKE_C_FLAGS": prefix_map,
             "CMAKE_CXX_FLAGS": prefix_map,
             "CMAKE_PROJECT_llama.cpp_INCLUDE": str(self.work / "without-common.cmake"),
+            # cmake also looks outside of PATH, and then calls by name what the shell does not find
+            "GGML_CCACHE": "ON" if self.toolchain.ccache else "OFF",
         }
 
     @property
