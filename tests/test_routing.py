@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import ModelError
 from toolkit.model.routing import generate, load_trace, lru_hit_rate, statistics
-from toolkit.model.shape import PRESETS
+from toolkit.model.shape import PRESETS, routing
 
 
 def save(path: Path, experts: Any, *, n_prompt: int, n_expert: int = 8) -> Path:
@@ -128,15 +128,7 @@ def test_statistics_of_more_than_512_experts() -> None:
 @pytest.mark.parametrize("preset", ["demo", "bench"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_generated_routing_is_like_recorded_routing(preset: str, seed: int) -> None:
-    shape = PRESETS[preset]
-    trace = generate(
-        layers=shape.layers,
-        n_prompt=shape.prompt,
-        n_decode=shape.decode,
-        n_expert=shape.experts,
-        top_k=shape.top_k,
-        seed=seed,
-    )
+    _, trace = routing(PRESETS[preset], None, seed)
     got = statistics(trace.experts, trace.n_prompt, trace.n_expert)
     measured = [got.adjacent_jaccard, got.recent_reuse, got.static_coverage, got.lru_hits[20], got.lru_hits[30]]
     assert measured == pytest.approx([0.25, 0.72, 0.57, 0.74, 0.87], abs=0.03)

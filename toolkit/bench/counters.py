@@ -11,7 +11,6 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,11 +55,6 @@ def delta(before: Counters, after: Counters) -> Counters:
     a, b = dataclasses.asdict(before), dataclasses.asdict(after)
     change: Values = {name: None if None in (a[name], b[name]) else b[name] - a[name] for name in a}
     return Counters(**change)
-
-
-def lowest_available(samples: Iterable[Counters]) -> int | None:
-    """The least available memory in bytes that any of the readings saw."""
-    return min((s.mem_available_bytes for s in samples if s.mem_available_bytes is not None), default=None)
 
 
 def _text(path: Path) -> str:

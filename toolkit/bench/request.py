@@ -71,10 +71,14 @@ def measure(request: Request, *, dry_run: bool) -> Path | None:
     names = [*request.arms, *(name for name, *_ in request.custom)]
     if len(set(names)) != len(names) or not names:
         raise BenchError(f"arms need different names: {', '.join(names) or 'none given'}")
+    if budget:
+        memory = f"{budget / MIB:.0f} MiB ({size / budget:.1f}x oversubscribed)"
+    else:
+        available = limits.available_memory()
+        memory = f"none, {available.bytes / MIB:.0f} MiB available ({available.source})"
     note(
-        f"{shown(layout.shards[0].path.name)}: {size / MIB:.0f} MiB, budget "
-        + (f"{budget / MIB:.0f} MiB ({size / budget:.1f}x oversubscribed)" if budget else "none")
-        + f", {len(names)} arms ({', '.join(names)}) x {conditions.blocks} blocks, "
+        f"{shown(layout.shards[0].path.name)}: {size / MIB:.0f} MiB, budget {memory}, "
+        + f"{len(names)} arms ({', '.join(names)}) x {conditions.blocks} blocks, "
         + f"{conditions.n_threads} threads, read-ahead {facts.storage.read_ahead_kb} KiB"
     )
     if dry_run:
