@@ -541,11 +541,13 @@ def test_the_lock_of_a_killed_git_is_removed_and_that_of_a_living_one_is_not(
 
 @pytest.mark.skipif(not Path("/proc/self/comm").exists(), reason="no /proc")
 def test_running_programs_are_listed_by_name() -> None:
-    with subprocess.Popen(["sleep", "60"]) as process:
-        try:
-            assert "sleep" in patching._running()
-        finally:
-            process.kill()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"started\n")  # the kernel sets the name in the middle of exec: wait for an answer
+        process.stdin.flush()
+        assert process.stdout.readline() == b"started\n"
+        assert "cat" in patching._running()
+        process.stdin.close()
 
 
 def test_ignored_build_output_does_not_matter(series: Series, llama: Path, upstream: FakeUpstream) -> None:
