@@ -12,6 +12,7 @@
 #    define GGML_MOE_OS_POSIX
 #    include <fcntl.h>
 #    include <sys/mman.h>
+#    include <sys/resource.h>
 #    include <sys/stat.h>
 #    include <unistd.h>
 #endif
@@ -19,6 +20,7 @@
 #if defined(__linux__)
 #    include <sys/sysmacros.h>
 #elif defined(__APPLE__)
+#    include <limits.h>
 #    include <sys/sysctl.h>
 #    include <sys/types.h>
 #endif
@@ -47,14 +49,32 @@ static uint64_t ggml_moe_os_parse_limit(const std::string & text) {
     return end == text.c_str() ? UINT64_MAX : (uint64_t) value;
 }
 
-uint64_t ggml_moe_os_cgroup_limit(const char * self_cgroup, const char * root) {
-    uint64_t limit = UINT64_MAX;
+// value of a "name value" line, 0 when there is none
+static uint64_t ggml_moe_os_stat(const std::string & text, const std::string & name) {
+    for (size_t pos = 0; pos < text.size();) {
+        const size_t eol = std::min(text.find('\n', pos), text.size());
+        if (text.compare(pos, name.size(), name) == 0 && text[pos + name.size()] == ' ') {
+            return strtoull(text.c_str() + pos + name.size(), nullptr, 10);
+        }
+        pos = eol + 1;
+    }
+    return 0;
+}
+
+struct ggml_moe_os_cgroup {
+    std::string dir;
+    bool        unified; // version 2
+    uint64_t    limit;   // bytes
+};
+
+// the process's cgroups with a memory limit, each with all its parents: a parent's limit holds for its children
+static std::vector<ggml_moe_os_cgroup> ggml_moe_os_cgroups(const std::string & self_cgroup, const std::string & root) {
+    std::vector<ggml_moe_os_cgroup> found;
 
     // lines are "id:controllers:path"; the unified hierarchy has no controllers
-    const std::string text = self_cgroup;
-    for (size_t pos = 0; pos < text.size();) {
-        const size_t eol  = std::min(text.find('\n', pos), text.size());
-        const std::string line = text.substr(pos, eol - pos);
+    for (size_t pos = 0; pos < self_cgroup.size();) {
+        const size_t eol  = std::min(self_cgroup.find('\n', pos), self_cgroup.size());
+        const std::string line = self_cgroup.substr(pos, eol - pos);
         pos = eol + 1;
 
         const size_t c0 = line.find(':');
@@ -68,20 +88,19 @@ uint64_t ggml_moe_os_cgroup_limit(const char * self_cgroup, const char * root) {
             continue;
         }
 
-        // above memory.high a process is throttled while its pages are reclaimed, which is a limit for a big read
-        const std::string base = std::string(root) + (unified ? "" : "/memory");
-        std::vector<std::string> names = { unified ? "/memory.max" : "/memory.limit_in_bytes" };
-        if (unified) {
-            names.push_back("/memory.high");
-        }
-
-        // a parent's limit holds for its children, so the smallest one on the way to the root counts
+        const std::string base = root + (unified ? "" : "/memory");
         for (std::string path = line.substr(c1 + 1); ; path.resize(path.rfind('/'))) {
             if (path == "/") {
                 path.clear();
             }
-            for (const std::string & name : names) {
-                limit = std::min(limit, ggml_moe_os_parse_limit(ggml_moe_os_read_file(base + path + name)));
+            const std::string dir = base + path;
+            // above memory.high a process is throttled while its pages are reclaimed, which is a limit for a big read
+            const uint64_t limit = unified
+                ? std::min(ggml_moe_os_parse_limit(ggml_moe_os_read_file(dir + "/memory.max")),
+                           ggml_moe_os_parse_limit(ggml_moe_os_read_file(dir + "/memory.high")))
+                : ggml_moe_os_parse_limit(ggml_moe_os_read_file(dir + "/memory.limit_in_bytes"));
+            if (limit != UINT64_MAX) {
+                found.push_back({ dir, unified, limit });
             }
             if (path.rfind('/') == std::string::npos) {
                 break;
@@ -89,7 +108,28 @@ uint64_t ggml_moe_os_cgroup_limit(const char * self_cgroup, const char * root) {
         }
     }
 
+    return found;
+}
+
+uint64_t ggml_moe_os_cgroup_limit(const char * self_cgroup, const char * root) {
+    uint64_t limit = UINT64_MAX;
+    for (const auto & cgroup : ggml_moe_os_cgroups(self_cgroup, root)) {
+        limit = std::min(limit, cgroup.limit);
+    }
     return limit;
+}
+
+uint64_t ggml_moe_os_cgroup_spare(const char * self_cgroup, const char * root) {
+    uint64_t spare = UINT64_MAX;
+    for (const auto & cgroup : ggml_moe_os_cgroups(self_cgroup, root)) {
+        const std::string stat = ggml_moe_os_read_file(cgroup.dir + "/memory.stat");
+        const uint64_t    held = cgroup.unified
+            ? ggml_moe_os_stat(stat, "anon") + ggml_moe_os_stat(stat, "kernel")
+            : ggml_moe_os_stat(stat, "total_rss") +
+              strtoull(ggml_moe_os_read_file(cgroup.dir + "/memory.kmem.usage_in_bytes").c_str(), nullptr, 10);
+        spare = std::min(spare, cgroup.limit - std::min(cgroup.limit, held));
+    }
+    return spare;
 }
 
 #if defined(GGML_MOE_OS_POSIX)
@@ -110,6 +150,24 @@ static int ggml_moe_os_advise_normal(uintptr_t addr, size_t size) {
     return ggml_moe_os_advise(addr, size, MADV_NORMAL);
 }
 
+static int ggml_moe_os_advise_cold(uintptr_t addr, size_t size) {
+#if defined(MADV_COLD)
+    return ggml_moe_os_advise(addr, size, MADV_COLD);
+#else
+    (void) addr;
+    (void) size;
+    return -ENOSYS;
+#endif
+}
+
+static int ggml_moe_os_lock(uintptr_t addr, size_t size) {
+    return mlock((const void *) addr, size) == 0 ? 0 : -errno;
+}
+
+static int ggml_moe_os_unlock(uintptr_t addr, size_t size) {
+    return munlock((const void *) addr, size) == 0 ? 0 : -errno;
+}
+
 static int ggml_moe_os_resident(uintptr_t addr, size_t size, uint8_t * pages) {
 #if defined(__APPLE__)
     return mincore((const void *) addr, size, (char *) pages) == 0 ? 0 : -errno;
@@ -127,10 +185,121 @@ static int ggml_moe_os_file_normal(int fd) {
 #endif
 }
 
+static int ggml_moe_os_direct_open(int fd, intptr_t * file) {
+    int flags = O_RDONLY | O_CLOEXEC;
+#if defined(__linux__)
+    const std::string path = "/proc/self/fd/" + std::to_string(fd);
+    flags |= O_DIRECT;
+#else
+    char path_buf[PATH_MAX];
+    if (fcntl(fd, F_GETPATH, path_buf) != 0) {
+        return -errno;
+    }
+    const std::string path = path_buf;
+#endif
+    const int direct = open(path.c_str(), flags);
+    if (direct < 0) {
+        return -errno;
+    }
+#if defined(__APPLE__)
+    if (fcntl(direct, F_NOCACHE, 1) != 0) {
+        const int result = -errno;
+        close(direct);
+        return result;
+    }
+#endif
+    *file = direct;
+    return 0;
+}
+
+static int64_t ggml_moe_os_direct_read(intptr_t file, void * data, size_t size, uint64_t offset) {
+    size_t done = 0;
+    while (done < size) {
+        const ssize_t n = pread((int) file, (char *) data + done, size - done, (off_t) (offset + done));
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n < 0) {
+            return -errno;
+        }
+        if (n == 0) {
+            break;
+        }
+        done += (size_t) n;
+        if (n % 512 != 0) {
+            break; // the end of the file: nothing more, and an odd offset would be refused
+        }
+    }
+    return (int64_t) done;
+}
+
+static void ggml_moe_os_direct_close(intptr_t file) {
+    close((int) file);
+}
+
+static void * ggml_moe_os_memory_reserve(size_t size) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+#if defined(MAP_NORESERVE)
+    flags |= MAP_NORESERVE;
+#endif
+    void * data = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    if (data == MAP_FAILED) {
+        return nullptr;
+    }
+#if defined(MADV_HUGEPAGE)
+    (void) madvise(data, size, MADV_HUGEPAGE); // a wish: small pages serve as well
+#endif
+    return data;
+}
+
+static int ggml_moe_os_memory_discard(void * data, size_t size) {
+#if defined(__APPLE__)
+    // MADV_DONTNEED keeps the pages there; a new mapping over the old one does not
+    return mmap(data, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == data ? 0 : -errno;
+#else
+    return ggml_moe_os_advise((uintptr_t) data, size, MADV_DONTNEED);
+#endif
+}
+
+static void ggml_moe_os_memory_free(void * data, size_t size) {
+    munmap(data, size);
+}
+
+static uint64_t ggml_moe_os_major_faults(void) {
+    struct rusage usage;
+    return getrusage(RUSAGE_SELF, &usage) == 0 ? (uint64_t) usage.ru_majflt : 0;
+}
+
 #else
 
 static int ggml_moe_os_advise_none(uintptr_t, size_t) {
     return -ENOSYS;
+}
+
+static int ggml_moe_os_direct_open(int, intptr_t *) {
+    return -ENOSYS;
+}
+
+static int64_t ggml_moe_os_direct_read(intptr_t, void *, size_t, uint64_t) {
+    return -ENOSYS;
+}
+
+static void ggml_moe_os_direct_close(intptr_t) {
+}
+
+static void * ggml_moe_os_memory_reserve(size_t) {
+    return nullptr;
+}
+
+static int ggml_moe_os_memory_discard(void *, size_t) {
+    return -ENOSYS;
+}
+
+static void ggml_moe_os_memory_free(void *, size_t) {
+}
+
+static uint64_t ggml_moe_os_major_faults(void) {
+    return 0;
 }
 
 static int ggml_moe_os_resident(uintptr_t, size_t, uint8_t *) {
@@ -184,16 +353,17 @@ static bool ggml_moe_os_resident_known(int fd) {
 #endif
 }
 
+#if defined(__linux__)
+static uint64_t ggml_moe_os_meminfo(const char * name) {
+    return ggml_moe_os_stat(ggml_moe_os_read_file("/proc/meminfo"), name)*1024;
+}
+#endif
+
 static uint64_t ggml_moe_os_memory_available(void) {
 #if defined(__linux__)
-    uint64_t          available = 0;
-    const std::string meminfo   = ggml_moe_os_read_file("/proc/meminfo");
-    const size_t      pos       = meminfo.find("MemAvailable:");
-    if (pos != std::string::npos) {
-        available = strtoull(meminfo.c_str() + pos + strlen("MemAvailable:"), nullptr, 10) * 1024;
-    }
-    const std::string self  = ggml_moe_os_read_file("/proc/self/cgroup");
-    const uint64_t    limit = ggml_moe_os_cgroup_limit(self.c_str(), "/sys/fs/cgroup");
+    const uint64_t    available = ggml_moe_os_meminfo("MemAvailable:");
+    const std::string self      = ggml_moe_os_read_file("/proc/self/cgroup");
+    const uint64_t    limit     = ggml_moe_os_cgroup_limit(self.c_str(), "/sys/fs/cgroup");
     if (limit == UINT64_MAX) {
         return available;
     }
@@ -207,6 +377,20 @@ static uint64_t ggml_moe_os_memory_available(void) {
 #endif
 }
 
+static uint64_t ggml_moe_os_memory_spare(void) {
+#if defined(__linux__)
+    const uint64_t    available = ggml_moe_os_meminfo("MemAvailable:");
+    const std::string self      = ggml_moe_os_read_file("/proc/self/cgroup");
+    const uint64_t    spare     = ggml_moe_os_cgroup_spare(self.c_str(), "/sys/fs/cgroup");
+    return available == 0 && spare == UINT64_MAX ? 0 : std::min(available == 0 ? UINT64_MAX : available, spare);
+#elif defined(__APPLE__)
+    // no figure says what reclaim could give: half of the machine leaves room for everybody else
+    return ggml_moe_os_memory_available()/2;
+#else
+    return 0;
+#endif
+}
+
 const ggml_moe_os * ggml_moe_os_native(void) {
     static const ggml_moe_os os = {
 #if defined(GGML_MOE_OS_POSIX)
@@ -214,17 +398,32 @@ const ggml_moe_os * ggml_moe_os_native(void) {
         /*.advise_willneed  =*/ ggml_moe_os_advise_willneed,
         /*.advise_random    =*/ ggml_moe_os_advise_random,
         /*.advise_normal    =*/ ggml_moe_os_advise_normal,
+        /*.advise_cold      =*/ ggml_moe_os_advise_cold,
+        /*.resident         =*/ ggml_moe_os_resident,
+        /*.lock             =*/ ggml_moe_os_lock,
+        /*.unlock           =*/ ggml_moe_os_unlock,
 #else
         /*.page_size        =*/ 4096,
         /*.advise_willneed  =*/ ggml_moe_os_advise_none,
         /*.advise_random    =*/ ggml_moe_os_advise_none,
         /*.advise_normal    =*/ ggml_moe_os_advise_none,
-#endif
+        /*.advise_cold      =*/ ggml_moe_os_advise_none,
         /*.resident         =*/ ggml_moe_os_resident,
+        /*.lock             =*/ ggml_moe_os_advise_none,
+        /*.unlock           =*/ ggml_moe_os_advise_none,
+#endif
         /*.file_normal      =*/ ggml_moe_os_file_normal,
         /*.read_window      =*/ ggml_moe_os_read_window,
         /*.resident_known   =*/ ggml_moe_os_resident_known,
+        /*.direct_open      =*/ ggml_moe_os_direct_open,
+        /*.direct_read      =*/ ggml_moe_os_direct_read,
+        /*.direct_close     =*/ ggml_moe_os_direct_close,
+        /*.memory_reserve   =*/ ggml_moe_os_memory_reserve,
+        /*.memory_discard   =*/ ggml_moe_os_memory_discard,
+        /*.memory_free      =*/ ggml_moe_os_memory_free,
         /*.memory_available =*/ ggml_moe_os_memory_available,
+        /*.memory_spare     =*/ ggml_moe_os_memory_spare,
+        /*.major_faults     =*/ ggml_moe_os_major_faults,
     };
     return &os;
 }

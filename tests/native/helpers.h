@@ -1,7 +1,12 @@
 #pragma once
 
+#include "ggml-moe-graph.h"
+#include "ggml-moe-prefetch.h"
 #include "ggml-moe-prefetch-impl.h"
 
+#include <cerrno>
+
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -81,6 +86,32 @@ struct t_graph {
         }
     }
 };
+
+// a system on which nothing is in memory, every advice is taken, and nothing can be read past the page cache
+inline ggml_moe_os t_os() {
+    ggml_moe_os os = {};
+    os.page_size        = 4096;
+    os.advise_willneed  = [](uintptr_t, size_t) { return 0; };
+    os.advise_random    = [](uintptr_t, size_t) { return 0; };
+    os.advise_normal    = [](uintptr_t, size_t) { return 0; };
+    os.advise_cold      = [](uintptr_t, size_t) { return 0; };
+    os.resident         = [](uintptr_t, size_t size, uint8_t * pages) { memset(pages, 0, size/4096); return 0; };
+    os.lock             = [](uintptr_t, size_t) { return 0; };
+    os.unlock           = [](uintptr_t, size_t) { return 0; };
+    os.file_normal      = [](int) { return 0; };
+    os.read_window      = [](int) { return (size_t) 16*4096; };
+    os.resident_known   = [](int) { return true; };
+    os.direct_open      = [](int, intptr_t *) { return -EINVAL; };
+    os.direct_read      = [](intptr_t, void *, size_t, uint64_t) { return (int64_t) -EINVAL; };
+    os.direct_close     = [](intptr_t) {};
+    os.memory_reserve   = [](size_t) { return (void *) nullptr; };
+    os.memory_discard   = [](void *, size_t) { return 0; };
+    os.memory_free      = [](void *, size_t) {};
+    os.memory_available = [] { return (uint64_t) 0; };
+    os.memory_spare     = [] { return (uint64_t) 0; };
+    os.major_faults     = [] { static std::atomic<uint64_t> n{0}; return (uint64_t) ++n; };
+    return os;
+}
 
 inline uint64_t t_counter(const char * name) {
     for (int i = 0; i < ggml_moe_prefetch_counter_count(); i++) {

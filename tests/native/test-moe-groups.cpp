@@ -47,35 +47,68 @@ static void test_ranges() {
 
 static void test_ids() {
     t_graph g;
-    std::vector<int32_t> experts;
+    ggml_moe_ids ids;
+    using list = std::vector<int32_t>;
 
     // two tokens, top 3 of 8; repeats once; the other five columns of a row are not selected
-    CHECK_EQ(ggml_moe_ids_distinct(g.ids(3, 8, {{ 5, 0, 2, 1, 1, 1, 1, 1 }, { 2, 7, 0, 3, 3, 3, 3, 3 }}), 8, experts), 0u);
-    CHECK(experts == std::vector<int32_t>({ 0, 2, 5, 7 }));
+    ggml_moe_ids_read(g.ids(3, 8, {{ 5, 0, 2, 1, 1, 1, 1, 1 }, { 2, 7, 0, 3, 3, 3, 3, 3 }}), 8, ids);
+    CHECK_EQ(ids.n_ignored, 0u);
+    CHECK(ids.distinct == list({ 0, 2, 5, 7 }));
+    CHECK(ids.rows == std::vector<list>({{ 5, 0, 2 }, { 2, 7, 0 }}));
 
     // outside of [0, n_expert): left out and counted
-    CHECK_EQ(ggml_moe_ids_distinct(g.ids(4, 4, {{ -1, 4, 3, 1000000 }}), 4, experts), 3u);
-    CHECK(experts == std::vector<int32_t>({ 3 }));
+    ggml_moe_ids_read(g.ids(4, 4, {{ -1, 4, 3, 1000000 }}), 4, ids);
+    CHECK_EQ(ids.n_ignored, 3u);
+    CHECK(ids.distinct == list({ 3 }));
+    CHECK(ids.rows == std::vector<list>({{ 3 }}));
 
     // more than 255 and more than 512 experts
-    CHECK_EQ(ggml_moe_ids_distinct(g.ids(4, 896, {{ 895, 256, 255, 0 }}), 896, experts), 0u);
-    CHECK(experts == std::vector<int32_t>({ 0, 255, 256, 895 }));
+    ggml_moe_ids_read(g.ids(4, 896, {{ 895, 256, 255, 0 }}), 896, ids);
+    CHECK(ids.distinct == list({ 0, 255, 256, 895 }));
 
     // no token
-    CHECK_EQ(ggml_moe_ids_distinct(g.ids(2, 4, {}), 4, experts), 0u);
-    CHECK(experts.empty());
+    ggml_moe_ids_read(g.ids(2, 4, {}), 4, ids);
+    CHECK(ids.distinct.empty());
+}
+
+// a hash-routed layer: row t of a table [2, 3] names the experts of token t
+static void test_ids_early() {
+    t_graph g;
+    ggml_moe_ids ids;
+    using list = std::vector<int32_t>;
+
+    ggml_tensor * table  = g.ids(2, 2, {{ 4, 1 }, { 7, 0 }, { 2, 9 }});
+    ggml_tensor * tokens = g.ids(4, 4, {{ 2, 0, 0, 1 }});
+    ggml_tensor * rows   = g.ids(2, 2, {});
+    tokens->ne[1] = 1;
+    rows->op     = GGML_OP_GET_ROWS;
+    rows->src[0] = table;
+    rows->src[1] = tokens;
+
+    CHECK(ggml_moe_ids_read_early(rows, 8, ids)); // expert 9 of row 2 does not exist
+    CHECK(ids.rows == std::vector<list>({{ 2 }, { 4, 1 }, { 4, 1 }, { 7, 0 }}));
+    CHECK(ids.distinct == list({ 0, 1, 2, 4, 7 }));
+    CHECK_EQ(ids.n_ignored, 1u);
+
+    // computed ids, computed tokens, and a token outside of the table are not known early
+    CHECK(!ggml_moe_ids_read_early(g.ids(2, 8, {{ 1, 2 }}), 8, ids));
+    tokens->op = GGML_OP_ADD;
+    CHECK(!ggml_moe_ids_read_early(rows, 8, ids));
+    tokens->op = GGML_OP_NONE;
+    ((int32_t *) tokens->data)[3] = 3;
+    CHECK(!ggml_moe_ids_read_early(rows, 8, ids));
 }
 
 static void test_groups() {
     t_graph g;
-    std::vector<const ggml_tensor *> weights;
 
     ggml_tensor * ids0 = g.ids(2, 8, {{ 1, 2 }});
     ggml_tensor * ids1 = g.ids(2, 8, {{ 1, 2 }});
     ggml_tensor * ids2 = g.ids(1, 4, {{ 0 }});
+    ids0->op = ids1->op = ids2->op = GGML_OP_VIEW; // computed, as in a real graph
     ggml_tensor * w[8];
-    for (auto & t : w) {
-        t = g.weights(0x1000, 8, 16);
+    for (int i = 0; i < 8; i++) {
+        w[i] = g.weights(0x1000*(i + 1), 8, 16);
     }
 
     // layer 0: gate, up, down with other nodes between; layer 1: merged gate_up and down, then grouped experts
@@ -84,7 +117,7 @@ static void test_groups() {
     const int up      = g.add(GGML_OP_MUL_MAT_ID, w[1], ids0);
     g.add(GGML_OP_GLU);
     const int down    = g.add(GGML_OP_MUL_MAT_ID, w[2], ids0);
-    g.add(GGML_OP_MUL_MAT, w[7]);
+    const int dense   = g.add(GGML_OP_MUL_MAT, w[7]);
     const int gate_up = g.add(GGML_OP_MUL_MAT_ID, w[3], ids1);
     g.add(GGML_OP_GLU);
     const int down1   = g.add(GGML_OP_MUL_MAT_ID, w[4], ids1);
@@ -92,27 +125,51 @@ static void test_groups() {
     const int chunk1  = g.add(GGML_OP_MUL_MAT_ID, w[6], ids2);
 
     using list = std::vector<const ggml_tensor *>;
-    auto group = [&](int i) { ggml_moe_group_weights(&g.cgraph, i, weights); return weights; };
+    auto group_of = [](const ggml_cgraph & cgraph, int i) {
+        list weights;
+        for (const ggml_tensor * node : ggml_moe_group_at(&cgraph, i).nodes) {
+            weights.push_back(node->src[0]);
+        }
+        return weights;
+    };
+    auto group = [&](int i) { return group_of(g.cgraph, i); };
 
     CHECK(group(gate)    == list({ w[0], w[1], w[2] }));
     CHECK(group(up)      == list());
     CHECK(group(down)    == list());
+    CHECK(group(dense)   == list());
     CHECK(group(gate_up) == list({ w[3], w[4] }));
     CHECK(group(down1)   == list());
     CHECK(group(chunk)   == list({ w[5], w[6] }));
     CHECK(group(chunk1)  == list());
 
+    CHECK_EQ(ggml_moe_group_next(&g.cgraph, 0),           gate);
+    CHECK_EQ(ggml_moe_group_next(&g.cgraph, gate + 1),    gate_up);
+    CHECK_EQ(ggml_moe_group_next(&g.cgraph, gate_up + 1), chunk);
+    CHECK_EQ(ggml_moe_group_next(&g.cgraph, chunk + 1),   g.cgraph.n_nodes);
+
     // a graph split that starts inside a group still hints what is left of it
     ggml_cgraph split = g.cgraph;
     split.nodes   += down;
     split.n_nodes -= down;
-    ggml_moe_group_weights(&split, 0, weights);
-    CHECK(weights == list({ w[2] }));
+    CHECK(group_of(split, 0) == list({ w[2] }));
+
+    // always used: the dense matrix only, once; not experts, not rows of a table, not what is computed
+    ggml_tensor * table = g.weights(0x9000, 1, 64);
+    const int rows = g.add(GGML_OP_GET_ROWS, table);
+    g.add(GGML_OP_MUL_MAT, w[7]);
+    g.add(GGML_OP_MUL_MAT, g.nodes[rows]);
+    const auto always = ggml_moe_always_used(&g.cgraph, 0, g.cgraph.n_nodes);
+    CHECK_EQ(always.size(), 1u);
+    CHECK_EQ(always[0].begin, (uintptr_t) w[7]->data);
+    CHECK_EQ(always[0].size(), 8u*16);
+    CHECK(ggml_moe_always_used(&g.cgraph, 0, dense).empty());
 }
 
 int main() {
     test_ranges();
     test_ids();
+    test_ids_early();
     test_groups();
     return 0;
 }

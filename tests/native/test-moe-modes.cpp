@@ -34,15 +34,16 @@ static int fake_resident(uintptr_t addr, size_t size, uint8_t * pages) {
     return result_resident;
 }
 
-static int      fake_file_normal(int)   { return 0; }
-static size_t   fake_read_window(int)   { return 16*4096; }
-static bool     fake_resident_known(int) { return resident_known; }
-static uint64_t fake_available  (void)  { return available; }
-
-static const ggml_moe_os fake_os = {
-    4096, fake_willneed, fake_random, fake_normal, fake_resident, fake_file_normal, fake_read_window,
-    fake_resident_known, fake_available,
-};
+static ggml_moe_os fake_os() {
+    ggml_moe_os os = t_os();
+    os.advise_willneed  = fake_willneed;
+    os.advise_random    = fake_random;
+    os.advise_normal    = fake_normal;
+    os.resident         = fake_resident;
+    os.resident_known   = [](int) { return resident_known; };
+    os.memory_available = [] { return available; };
+    return os;
+}
 
 // one mapping at 1 MiB with gate, up and down of 4 experts, 20 pages + 64 bytes a slice; gate starts 64 bytes into a page
 static const uintptr_t BASE  = 0x100000;
@@ -234,16 +235,40 @@ static void test_load() {
     CHECK(!ggml_moe_prefetch_load_allowed(1001));
     CHECK_EQ(t_counter("load_skipped"), 1u);
 
-#ifndef _WIN32
-    setenv("MOE_MADV_LOAD", "on", 1);
+    ggml_moe_prefetch_params params;
+    ggml_moe_prefetch_get_params(&params);
+    params.load = 1;
+    CHECK(ggml_moe_prefetch_set_params(&params));
     CHECK( ggml_moe_prefetch_load_allowed(1001));
-    setenv("MOE_MADV_LOAD", "off", 1);
+    params.load = 0;
+    CHECK(ggml_moe_prefetch_set_params(&params));
     CHECK(!ggml_moe_prefetch_load_allowed(1));
-    unsetenv("MOE_MADV_LOAD");
-#endif
+    params.load = -1;
+    CHECK(ggml_moe_prefetch_set_params(&params));
 
     available = 0; // not known
     CHECK(ggml_moe_prefetch_load_allowed(1001));
+}
+
+static void test_params() {
+    ggml_moe_prefetch_params before;
+    ggml_moe_prefetch_get_params(&before);
+
+    // a caller of another version, and values out of range, change nothing
+    auto refused = [&](auto change) {
+        ggml_moe_prefetch_params params = before;
+        change(params);
+        CHECK(!ggml_moe_prefetch_set_params(&params));
+        ggml_moe_prefetch_params after;
+        ggml_moe_prefetch_get_params(&after);
+        CHECK(memcmp(&after, &before, sizeof(after)) == 0);
+    };
+    refused([](ggml_moe_prefetch_params & p) { p.size--; });
+    refused([](ggml_moe_prefetch_params & p) { p.mode = 99; });
+    refused([](ggml_moe_prefetch_params & p) { p.load = 2; });
+    refused([](ggml_moe_prefetch_params & p) { p.n_readers = -1; });
+    refused([](ggml_moe_prefetch_params & p) { p.half_life = 0; });
+    refused([](ggml_moe_prefetch_params & p) { p.wide = 0; });
 }
 
 static void test_names() {
@@ -257,13 +282,15 @@ static void test_names() {
 }
 
 int main() {
-    ggml_moe_prefetch_set_os(&fake_os);
+    static const ggml_moe_os os = fake_os();
+    ggml_moe_prefetch_set_os(&os);
     test_off();
     test_madv();
     test_hint();
     test_errors();
     test_mappings();
     test_load();
+    test_params();
     test_names();
     return 0;
 }

@@ -17,23 +17,16 @@ static int fake_advise(uintptr_t addr, size_t) {
     return mapped[addr/0x10000000ull - 1] ? 0 : -12;
 }
 
-static int fake_resident(uintptr_t, size_t size, uint8_t * pages) {
-    memset(pages, 0, size/4096);
-    return 0;
-}
-
-static int      fake_file_normal(int)  { return 0; }
-static size_t   fake_read_window(int)  { return 128*1024; }
-static bool     fake_resident_known(int) { return true; }
-static uint64_t fake_available  (void) { return 1; }
-
-static const ggml_moe_os fake_os = {
-    4096, fake_advise, fake_advise, fake_advise, fake_resident, fake_file_normal, fake_read_window,
-    fake_resident_known, fake_available,
-};
-
 int main() {
-    ggml_moe_prefetch_set_os(&fake_os);
+    static ggml_moe_os os = t_os();
+    os.advise_willneed  = fake_advise;
+    os.advise_random    = fake_advise;
+    os.advise_normal    = fake_advise;
+    os.advise_cold      = fake_advise;
+    os.lock             = fake_advise;
+    os.unlock           = fake_advise;
+    os.memory_available = [] { return (uint64_t) 1 << 40; };
+    ggml_moe_prefetch_set_os(&os);
 
     std::atomic<bool>        stop{false};
     std::vector<std::thread> threads;

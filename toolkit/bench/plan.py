@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 STOCK = "stock"
-MODES = ("off", "madv", "hint")  # of the payload, ggml-moe-prefetch.h
+MODES = ("off", "madv", "hint", "overlap", "cache")  # of the payload, ggml-moe-prefetch.h
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,521 @@
+#include "ggml-moe-cache.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+
+uint64_t ggml_moe_now_ns(void) {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+ggml_moe_cache::ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life) :
+        os(os), counters(counters), half_life(half_life) {
+    for (int i = 0; i < n_readers; i++) {
+        readers.emplace_back([this] { read(); });
+    }
+}
+
+ggml_moe_cache::~ggml_moe_cache() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        stop = true;
+    }
+    work.notify_all();
+    for (auto & reader : readers) {
+        reader.join();
+    }
+    for (auto & pool : pools) {
+        for (const auto & region : pool->regions) {
+            os.memory_free(region.first, region.second);
+        }
+    }
+}
+
+//
+// layers and memory
+//
+
+ggml_moe_cache_layer * ggml_moe_cache::find(uintptr_t begin) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto it = layers.find(begin);
+    return it == layers.end() ? nullptr : it->second.get();
+}
+
+int ggml_moe_cache::add(std::vector<ggml_moe_cache_part> parts, int64_t n_expert, size_t index, ggml_moe_layer_stats & stats) {
+    if (parts.empty() || parts.size() > ggml_moe_cache_slot::MAX_PARTS) {
+        return -EINVAL;
+    }
+
+    // a slice may start anywhere in a page, and whole pages are read
+    size_t slot_size = 0;
+    for (auto & part : parts) {
+        part.slot_offset = slot_size;
+        slot_size += ((part.slice + os.page_size - 1)/os.page_size + 1)*os.page_size;
+    }
+
+    std::lock_guard<std::mutex> lock(mutex);
+
+    const auto it = std::find_if(pools.begin(), pools.end(), [&](const auto & p) { return p->slot_size == slot_size; });
+    ggml_moe_cache_pool * pool;
+    if (it != pools.end()) {
+        pool = it->get();
+    } else {
+        pools.push_back(std::make_unique<ggml_moe_cache_pool>());
+        pool = pools.back().get();
+        pool->slot_size = slot_size;
+    }
+
+    // addresses for all of the layer's experts; memory comes as they are read, within the budget
+    void * region = os.memory_reserve(slot_size*n_expert);
+    if (region == nullptr) {
+        return -ENOMEM;
+    }
+    pool->regions.push_back({ region, slot_size*n_expert });
+    for (int64_t i = 0; i < n_expert; i++) {
+        pool->slots.emplace_back();
+        pool->slots.back().data = (char *) region + i*slot_size;
+        pool->spare.push_back(&pool->slots.back());
+    }
+    // from the lowest address up, so that neighbours share larger pages
+    std::sort(pool->spare.begin(), pool->spare.end(), [](const auto * a, const auto * b) { return a->data > b->data; });
+    pool->n_experts += n_expert;
+
+    auto layer = std::make_unique<ggml_moe_cache_layer>();
+    layer->parts = std::move(parts);
+    layer->slots.resize(n_expert);
+    layer->uses.resize(n_expert);
+    layer->pool  = pool;
+    layer->index = index;
+    layer->stats = &stats;
+    layers[layer->parts[0].begin] = std::move(layer);
+
+    share_budget();
+    return 0;
+}
+
+void ggml_moe_cache::remove(ggml_moe_range range) {
+    std::unique_lock<std::mutex> lock(mutex);
+
+    for (auto it = layers.begin(); it != layers.end();) {
+        ggml_moe_cache_layer & layer = *it->second;
+        const bool hit = std::any_of(layer.parts.begin(), layer.parts.end(), [&](const ggml_moe_cache_part & part) {
+            return part.begin < range.end && range.begin < part.begin + part.slice*layer.slots.size();
+        });
+        if (!hit) {
+            ++it;
+            continue;
+        }
+        for (auto * queue : { &demand, &early }) {
+            for (auto job = queue->begin(); job != queue->end();) {
+                if (job->slot->layer == &layer) {
+                    job->slot->n_pins--;
+                    job = queue->erase(job);
+                } else {
+                    ++job;
+                }
+            }
+        }
+        for (auto * slot : layer.slots) {
+            if (slot != nullptr) {
+                ready.wait(lock, [&] { return slot->n_pins == 0; });
+                slot->ahead = false;
+                evict(*slot);
+            }
+        }
+        layer.pool->n_experts -= layer.slots.size();
+        it = layers.erase(it);
+    }
+
+    for (auto it = pools.begin(); it != pools.end();) {
+        if ((*it)->n_experts > 0) {
+            ++it;
+            continue;
+        }
+        for (const auto & region : (*it)->regions) {
+            os.memory_free(region.first, region.second);
+        }
+        it = pools.erase(it);
+    }
+    share_budget();
+}
+
+void ggml_moe_cache::set_budget(uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    budget = bytes;
+    share_budget();
+}
+
+size_t ggml_moe_cache::bytes_held() {
+    std::lock_guard<std::mutex> lock(mutex);
+    size_t n = 0;
+    for (const auto & pool : pools) {
+        n += pool->n_held*pool->slot_size;
+    }
+    return n;
+}
+
+size_t ggml_moe_cache::bytes_full() {
+    std::lock_guard<std::mutex> lock(mutex);
+    size_t n = 0;
+    for (const auto & pool : pools) {
+        n += pool->n_experts*pool->slot_size;
+    }
+    return n;
+}
+
+// every layer routes every token, so the same share of each layer's experts is worth keeping
+void ggml_moe_cache::share_budget() {
+    double total = 0;
+    for (const auto & pool : pools) {
+        total += (double) pool->n_experts*pool->slot_size;
+    }
+    for (auto & pool : pools) {
+        const double share = (double) budget*((double) pool->n_experts*pool->slot_size/total);
+        pool->n_max = std::min(pool->n_experts, (size_t) (share/pool->slot_size));
+        trim(*pool);
+    }
+}
+
+// gives back memory above the budget: free slots first, then the least wanted experts
+void ggml_moe_cache::trim(ggml_moe_cache_pool & pool) {
+    if (pool.n_held <= pool.n_max) {
+        return;
+    }
+    const size_t n_over = pool.n_held - pool.n_max;
+    if (pool.free.size() < n_over) {
+        std::vector<ggml_moe_cache_slot *> found;
+        acquire(pool, n_over, found);
+        pool.free.insert(pool.free.end(), found.begin(), found.end());
+    }
+    while (pool.n_held > pool.n_max && !pool.free.empty()) {
+        ggml_moe_cache_slot * slot = pool.free.back();
+        pool.free.pop_back();
+        os.memory_discard(slot->data, pool.slot_size);
+        pool.spare.push_back(slot);
+        pool.n_held--;
+    }
+}
+
+void ggml_moe_cache::evict(ggml_moe_cache_slot & slot) {
+    ggml_moe_cache_pool & pool = *slot.layer->pool;
+    slot.layer->slots[slot.expert] = nullptr;
+    slot.layer = nullptr;
+    pool.free.push_back(&slot);
+}
+
+//
+// which experts to keep
+//
+
+void ggml_moe_cache::touch(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts) {
+    layer.pass++;
+    index = layer.index;
+    for (const int32_t id : experts) {
+        ggml_moe_cache_use & use = layer.uses[id];
+        const float n_passes = (float) (layer.pass - use.pass);
+        use.recent   = use.recent  *std::exp2(-n_passes)           + 1.0f;
+        use.frequent = use.frequent*std::exp2(-n_passes/half_life) + 1.0f;
+        use.pass     = layer.pass;
+    }
+}
+
+// What an expert in memory is worth. Layers run in a cycle, so an expert of a layer that has just run is needed
+// later than one of the layer that runs next. Weights and half-lives: results/eviction.md.
+float ggml_moe_cache::value(const ggml_moe_cache_slot & slot) const {
+    const ggml_moe_cache_layer & layer = *slot.layer;
+    const ggml_moe_cache_use   & use   = layer.uses[slot.expert];
+
+    const float n_passes = (float) (layer.pass - use.pass);
+    const float counts   = 4.0f*use.recent*std::exp2(-n_passes) + use.frequent*std::exp2(-n_passes/half_life);
+
+    const int64_t n      = (int64_t) layers.size();
+    const int64_t behind = ((int64_t) layer.index - (int64_t) index - 1)%n;
+    const float   cycles = (float) ((behind + n)%n + 1)/(float) n; // until the layer runs again, (0, 1]
+    return counts*std::exp2(-0.2f*cycles);
+}
+
+// up to n slots that nobody needs: free ones, new ones within the budget, then those of the lowest scores
+size_t ggml_moe_cache::acquire(ggml_moe_cache_pool & pool, size_t n, std::vector<ggml_moe_cache_slot *> & found) {
+    const size_t n_before = found.size();
+    while (n > 0 && !pool.free.empty()) {
+        found.push_back(pool.free.back());
+        pool.free.pop_back();
+        n--;
+    }
+    while (n > 0 && pool.n_held < pool.n_max && !pool.spare.empty()) {
+        found.push_back(pool.spare.back());
+        pool.spare.pop_back();
+        pool.n_held++;
+        n--;
+    }
+    if (n > 0) {
+        std::vector<std::pair<float, ggml_moe_cache_slot *>> victims;
+        for (auto & slot : pool.slots) {
+            if (slot.layer != nullptr && slot.n_pins == 0 && !slot.ahead) {
+                victims.push_back({ value(slot), &slot });
+            }
+        }
+        n = std::min(n, victims.size());
+        std::nth_element(victims.begin(), victims.begin() + n, victims.end());
+        for (size_t i = 0; i < n; i++) {
+            evict(*victims[i].second);
+            found.push_back(pool.free.back());
+            pool.free.pop_back();
+        }
+        counters.add(GGML_MOE_PREFETCH_COUNTER_EVICTED, n);
+    }
+    return found.size() - n_before;
+}
+
+void ggml_moe_cache::place(ggml_moe_cache_layer & layer, int32_t expert, ggml_moe_cache_slot & slot) {
+    slot.layer  = &layer;
+    slot.expert = expert;
+    slot.ahead  = false;
+    for (auto & state : slot.state) {
+        state.store(GGML_MOE_CACHE_ABSENT, std::memory_order_relaxed);
+    }
+    layer.slots[expert] = &slot;
+}
+
+//
+// selections
+//
+
+size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & ids, std::vector<int32_t> & overflow) {
+    ggml_moe_cache_layer & layer = *plan.layer;
+    const size_t n_parts = layer.parts.size();
+
+    plan.order.clear();
+    plan.slots.clear();
+    overflow.clear();
+
+    std::vector<ggml_moe_cache_slot *> incomplete; // on its way already
+    std::vector<int32_t>               missing;
+
+    std::unique_lock<std::mutex> lock(mutex);
+    touch(layer, ids.distinct);
+
+    for (const int32_t id : ids.distinct) {
+        ggml_moe_cache_slot * slot = layer.slots[id];
+        if (slot == nullptr) {
+            missing.push_back(id);
+            continue;
+        }
+        slot->n_pins++;
+        slot->ahead = false;
+        bool complete = true;
+        for (size_t p = 0; p < n_parts; p++) {
+            const uint8_t state = slot->state[p].load(std::memory_order_acquire);
+            complete = complete && state != GGML_MOE_CACHE_ABSENT;
+        }
+        if (complete) {
+            plan.order.push_back(id);
+            plan.slots.push_back(slot);
+        } else {
+            incomplete.push_back(slot);
+        }
+    }
+    counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_RESIDENT, plan.slots.size());
+    counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_MISSED,   missing.size());
+
+    // what was queued to be read ahead is wanted now
+    if (!incomplete.empty()) {
+        std::deque<job> later;
+        for (const job & job : early) {
+            (std::find(incomplete.begin(), incomplete.end(), job.slot) != incomplete.end() ? demand : later).push_back(job);
+        }
+        early = std::move(later);
+    }
+    for (auto * slot : incomplete) {
+        plan.order.push_back(slot->expert);
+        plan.slots.push_back(slot);
+    }
+
+    std::vector<ggml_moe_cache_slot *> found;
+    acquire(*layer.pool, missing.size(), found);
+    for (size_t i = 0; i < found.size(); i++) {
+        place(layer, missing[i], *found[i]);
+        found[i]->n_pins += 1 + (int) n_parts;
+        plan.order.push_back(missing[i]);
+        plan.slots.push_back(found[i]);
+    }
+    // matrix by matrix, as they are computed, so that the first matmul waits for a part of the bytes only
+    for (uint32_t p = 0; p < n_parts; p++) {
+        for (auto * slot : found) {
+            demand.push_back({ slot, p });
+        }
+    }
+    for (size_t i = found.size(); i < missing.size(); i++) {
+        overflow.push_back(missing[i]);
+        plan.order.push_back(missing[i]);
+        plan.slots.push_back(nullptr);
+    }
+    lock.unlock();
+
+    if (!found.empty() || !incomplete.empty()) {
+        work.notify_all();
+    }
+
+    // the rest, which no row selects, so that `order` is a permutation
+    std::vector<bool> in_order(layer.slots.size());
+    for (const int32_t id : plan.order) {
+        in_order[id] = true;
+    }
+    for (size_t id = 0; id < in_order.size(); id++) {
+        if (!in_order[id]) {
+            plan.order.push_back((int32_t) id);
+        }
+    }
+    return missing.size();
+}
+
+void ggml_moe_cache::finish(ggml_moe_cache_plan & plan) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto * slot : plan.slots) {
+        if (slot != nullptr) {
+            slot->n_pins--;
+        }
+    }
+    plan.layer = nullptr;
+    plan.slots.clear();
+    plan.nodes.clear();
+    ready.notify_all(); // for `remove`
+}
+
+size_t ggml_moe_cache::ahead(ggml_moe_cache_layer * layer, const std::vector<int32_t> & experts) {
+    const size_t n_parts = layer->parts.size();
+    std::vector<ggml_moe_cache_slot *> found;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        std::vector<int32_t> missing;
+        for (const int32_t id : experts) {
+            if (layer->slots[id] == nullptr) {
+                missing.push_back(id);
+            } else {
+                layer->slots[id]->ahead = true; // no victim of the others
+            }
+        }
+        // half of the slots stay with the experts in use
+        size_t n_ahead = 0;
+        for (const auto & slot : layer->pool->slots) {
+            n_ahead += slot.layer != nullptr && slot.ahead;
+        }
+        const size_t most = layer->pool->n_max/2;
+        missing.resize(std::min(missing.size(), most - std::min(most, n_ahead)));
+
+        acquire(*layer->pool, missing.size(), found);
+        for (size_t i = 0; i < found.size(); i++) {
+            place(*layer, missing[i], *found[i]);
+            found[i]->ahead   = true;
+            found[i]->n_pins += (int) n_parts;
+        }
+        for (uint32_t p = 0; p < n_parts; p++) {
+            for (auto * slot : found) {
+                early.push_back({ slot, p });
+            }
+        }
+        counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD, found.size());
+    }
+    if (!found.empty()) {
+        work.notify_all();
+    }
+    return found.size();
+}
+
+void ggml_moe_cache::drop_ahead() {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto & pool : pools) {
+        for (auto & slot : pool->slots) {
+            slot.ahead = false;
+        }
+    }
+}
+
+const char * ggml_moe_cache::wait(const ggml_moe_cache_plan & plan, size_t part, size_t i_selected) {
+    ggml_moe_cache_slot * slot = plan.slots[i_selected];
+    if (slot == nullptr) {
+        return nullptr;
+    }
+
+    ggml_moe_layer_stats & stats = *plan.layer->stats;
+    std::atomic<uint8_t> & state = slot->state[part];
+    bool late = false;
+    if (state.load(std::memory_order_acquire) == GGML_MOE_CACHE_ABSENT) {
+        const uint64_t start = ggml_moe_now_ns();
+        std::unique_lock<std::mutex> lock(mutex);
+        ready.wait(lock, [&] { return state.load(std::memory_order_acquire) != GGML_MOE_CACHE_ABSENT; });
+        late = true;
+        if (plan.owner == std::this_thread::get_id()) {
+            const uint64_t ns = ggml_moe_now_ns() - start;
+            counters.add(GGML_MOE_PREFETCH_COUNTER_WAIT_NS, ns);
+            stats.wait_ns += ns;
+        }
+    }
+
+    // the first of the threads to ask counts
+    uint8_t expected = GGML_MOE_CACHE_READY;
+    if (state.compare_exchange_strong(expected, GGML_MOE_CACHE_USED, std::memory_order_acq_rel)) {
+        counters.add(late ? GGML_MOE_PREFETCH_COUNTER_READS_LATE : GGML_MOE_PREFETCH_COUNTER_READS_IN_TIME);
+        (late ? stats.n_late : stats.n_in_time)++;
+    } else if (expected == GGML_MOE_CACHE_FAILED) {
+        return nullptr;
+    }
+
+    const ggml_moe_cache_part & p = plan.layer->parts[part];
+    const uint64_t offset = p.file_offset + (uint64_t) slot->expert*p.slice;
+    return slot->data + p.slot_offset + offset % os.page_size;
+}
+
+//
+// readers
+//
+
+void ggml_moe_cache::read() {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+        work.wait(lock, [&] { return stop || !demand.empty() || !early.empty(); });
+        if (stop) {
+            return;
+        }
+        std::deque<job> & queue = demand.empty() ? early : demand;
+        const job next = queue.front();
+        queue.pop_front();
+
+        lock.unlock();
+        const ggml_moe_cache_state state = read_part(next);
+        lock.lock();
+
+        // who sees the state may count on the slot being free of this read
+        next.slot->n_pins--;
+        next.slot->state[next.part].store(state, std::memory_order_release);
+        ready.notify_all();
+    }
+}
+
+ggml_moe_cache_state ggml_moe_cache::read_part(const job & job) {
+    const ggml_moe_cache_layer & layer = *job.slot->layer;
+    const ggml_moe_cache_part  & part  = layer.parts[job.part];
+
+    const uint64_t offset = part.file_offset + (uint64_t) job.slot->expert*part.slice;
+    const uint64_t begin  = offset/os.page_size*os.page_size;
+    const uint64_t end    = (offset + part.slice + os.page_size - 1)/os.page_size*os.page_size;
+
+    const uint64_t start = ggml_moe_now_ns();
+    const int64_t  n     = os.direct_read(part.file, job.slot->data + part.slot_offset, end - begin, begin);
+    const uint64_t now   = ggml_moe_now_ns();
+
+    layer.stats->last_read.store(now, std::memory_order_relaxed);
+    counters.add(GGML_MOE_PREFETCH_COUNTER_READS);
+    counters.add(GGML_MOE_PREFETCH_COUNTER_READ_NS, now - start);
+    const bool whole = n >= (int64_t) (offset + part.slice - begin);
+    if (whole) {
+        counters.add(GGML_MOE_PREFETCH_COUNTER_BYTES_READ, n);
+        layer.stats->bytes += n;
+    } else {
+        counters.add(GGML_MOE_PREFETCH_COUNTER_ERRORS);
+        counters.values[GGML_MOE_PREFETCH_COUNTER_LAST_ERRNO].store(n < 0 ? (uint64_t) -n : EIO, std::memory_order_relaxed);
+    }
+    return whole ? GGML_MOE_CACHE_READY : GGML_MOE_CACHE_FAILED;
+}

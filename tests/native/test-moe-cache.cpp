@@ -1,0 +1,401 @@
+// Mode cache against files made up in memory: every slice a matmul is sent to holds the file's bytes, whatever is
+// evicted, refused, resized or unloaded meanwhile.
+
+#include "helpers.h"
+
+#include <chrono>
+#include <algorithm>
+#include <mutex>
+#include <random>
+#include <thread>
+
+static const size_t PAGE = 4096;
+
+//
+// two files, their mappings, and memory that is poisoned when it is not in use
+//
+
+static uint8_t file_byte(int fd, uint64_t offset) {
+    return (uint8_t) ((offset*2654435761u >> 13) + 37*fd);
+}
+
+static const uint64_t FILE_SIZE[2] = { 3000*PAGE + 100, 1500*PAGE };
+
+static std::atomic<int>      n_open{0};
+static std::atomic<int>      open_result{0};
+static std::atomic<int>      fail_every{0};  // every n-th read fails
+static std::atomic<int>      read_us{0};     // how long a read takes
+static std::atomic<uint64_t> spare{0};
+static std::atomic<int>      n_reads{0};
+static std::atomic<int64_t>  n_reserved{0};
+
+static int fake_open(int fd, intptr_t * file) {
+    if (open_result != 0) {
+        return open_result;
+    }
+    n_open++;
+    *file = 100 + fd;
+    return 0;
+}
+
+static int64_t fake_read(intptr_t file, void * data, size_t size, uint64_t offset) {
+    CHECK_EQ((uintptr_t) data % PAGE, 0u);
+    CHECK_EQ(size   % PAGE, 0u);
+    CHECK_EQ(offset % PAGE, 0u);
+    if (read_us > 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(read_us));
+    }
+    const int n = ++n_reads;
+    if (fail_every > 0 && n % fail_every == 0) {
+        return n % (2*fail_every) == 0 ? -EIO : 17; // an error, or less than asked for
+    }
+    const int fd = (int) file - 100;
+    int64_t done = 0;
+    for (; done < (int64_t) size && offset + done < FILE_SIZE[fd]; done++) {
+        ((uint8_t *) data)[done] = file_byte(fd, offset + done);
+    }
+    return done;
+}
+
+static void * fake_reserve(size_t size) {
+    void * data = aligned_alloc(PAGE, size);
+    memset(data, 0xee, size);
+    n_reserved += (int64_t) size;
+    return data;
+}
+
+static int fake_discard(void * data, size_t size) {
+    memset(data, 0xee, size);
+    return 0;
+}
+
+static void fake_free(void * data, size_t size) {
+    n_reserved -= (int64_t) size;
+    free(data);
+}
+
+static const uintptr_t MAP[2] = { 0x100000000, 0x200000000 };
+
+static void map_files() {
+    for (int fd = 0; fd < 2; fd++) {
+        ggml_moe_prefetch_map_add((const void *) MAP[fd], FILE_SIZE[fd], fd);
+    }
+}
+
+static void unmap_files() {
+    for (int fd = 0; fd < 2; fd++) {
+        ggml_moe_prefetch_map_remove((const void *) MAP[fd], FILE_SIZE[fd]);
+    }
+}
+
+//
+// a model of n_layers with gate and up in the first file and down in the second; slices start anywhere in a page
+//
+
+static const int64_t N_EXPERT = 16;
+static const size_t  SLICE    = 3*PAGE + 96;
+
+struct t_model {
+    t_graph               g;
+    std::vector<int32_t *> ids; // [n_layers], the first two columns are selected
+    int                   n_layers;
+
+    explicit t_model(int n_layers) : n_layers(n_layers) {
+        uint64_t offset[2] = { 160, 32 };
+        for (int l = 0; l < n_layers; l++) {
+            ggml_tensor * t = g.ids(2, N_EXPERT, {{ 0, 1 }});
+            t->op = GGML_OP_VIEW;
+            ids.push_back((int32_t *) t->data);
+            for (int m = 0; m < 3; m++) {
+                const int fd = m == 2;
+                g.add(GGML_OP_MUL_MAT_ID, g.weights(MAP[fd] + offset[fd], N_EXPERT, SLICE), t);
+                g.add(GGML_OP_GLU);
+                offset[fd] += N_EXPERT*SLICE;
+                CHECK(offset[fd] <= FILE_SIZE[fd]);
+            }
+        }
+    }
+
+    // as ggml-cpu does it: one thread announces, all threads walk the experts; returns how often the mapping served
+    uint64_t run(int n_threads = 2) {
+        std::atomic<uint64_t> n_mapped{0};
+        for (int i = 0; i < g.cgraph.n_nodes; i++) {
+            ggml_moe_prefetch_node(&g.cgraph, i);
+            if (g.nodes[i]->op != GGML_OP_MUL_MAT_ID) {
+                continue;
+            }
+            std::vector<std::thread> others;
+            for (int t = 1; t < n_threads; t++) {
+                others.emplace_back([&, i] { n_mapped += matmul(g.nodes[i]); });
+            }
+            n_mapped += matmul(g.nodes[i]);
+            for (auto & other : others) {
+                other.join();
+            }
+        }
+        return n_mapped;
+    }
+
+    static uint64_t matmul(ggml_tensor * node) {
+        ggml_tensor * dst = node;
+        ggml_moe_prefetch_view view;
+        uint64_t n_mapped = 0;
+        std::vector<int> seen(N_EXPERT);
+        for (int i = 0; i < N_EXPERT; i++) {
+            const int id = ggml_moe_prefetch_expert(&dst, i, &view);
+            CHECK(id >= 0 && id < N_EXPERT);
+            seen[id]++;
+            const int32_t * selected = (const int32_t *) node->src[2]->data;
+            if (std::find(selected, selected + node->src[2]->ne[0], id) == selected + node->src[2]->ne[0]) {
+                continue;
+            }
+            const uintptr_t mapped = (uintptr_t) node->src[0]->data + id*SLICE;
+            const uintptr_t data   = (uintptr_t) dst->src[0]->data + id*SLICE;
+            if (data == mapped) {
+                n_mapped++;
+                continue;
+            }
+            CHECK_EQ(data % PAGE, mapped % PAGE); // the alignment that kernels rely on
+            const int      fd     = mapped >= MAP[1];
+            const uint64_t offset = mapped - MAP[fd];
+            for (size_t b = 0; b < SLICE; b++) {
+                CHECK_EQ(((const uint8_t *) data)[b], file_byte(fd, offset + b));
+            }
+        }
+        CHECK(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; })); // a permutation
+        return n_mapped;
+    }
+};
+
+// pages of a slot: each of three slices of 3 pages and 96 bytes may start anywhere in a page, so 5 pages
+static const size_t SLOT = 3*5*PAGE;
+
+static ggml_moe_prefetch_params cache_params(uint64_t n_slots) {
+    ggml_moe_prefetch_params params;
+    ggml_moe_prefetch_default_params(&params);
+    params.mode        = GGML_MOE_PREFETCH_MODE_CACHE;
+    params.cache_bytes = n_slots*SLOT;
+    params.n_readers   = 2;
+    return params;
+}
+
+static void reset(const ggml_moe_prefetch_params & params) {
+    unmap_files();
+    CHECK(ggml_moe_prefetch_set_mode(GGML_MOE_PREFETCH_MODE_OFF));
+    CHECK_EQ(n_reserved, 0u); // nothing outlives the last model
+    CHECK_EQ(n_open, 0u);
+    open_result = 0;
+    fail_every  = 0;
+    read_us     = 0;
+    spare       = 0;
+    CHECK(ggml_moe_prefetch_set_params(&params));
+    map_files();
+    ggml_moe_prefetch_counter_reset();
+}
+
+static void test_hits_and_evictions() {
+    reset(cache_params(4));
+    t_model model(1);
+
+    // two experts, twice: read once, three matrices each
+    CHECK_EQ(model.run(), 0u);
+    CHECK_EQ(model.run(), 0u);
+    CHECK_EQ(t_counter("groups"), 2u);
+    CHECK_EQ(t_counter("experts_missed"),   2u);
+    CHECK_EQ(t_counter("experts_resident"), 2u);
+    CHECK_EQ(t_counter("reads"),            6u);
+    CHECK_EQ(t_counter("reads_in_time") + t_counter("reads_late"), 6u);
+    CHECK_EQ(t_counter("evicted"),          0u);
+
+    // whole pages from a slice's first to its last: 96 bytes past three pages, 160 + id*SLICE into the file
+    CHECK(t_counter("bytes_read") >= 6*4*PAGE && t_counter("bytes_read") <= 6*5*PAGE);
+
+    // 0 and 1 were used twice, 2 and 3 will be once: 4 and 5 take the place of these
+    model.ids[0][0] = 2;
+    model.ids[0][1] = 3;
+    CHECK_EQ(model.run(), 0u);
+    CHECK_EQ(t_counter("evicted"), 0u);
+    model.ids[0][0] = 0;
+    model.ids[0][1] = 1;
+    CHECK_EQ(model.run(), 0u);
+    model.ids[0][0] = 4;
+    model.ids[0][1] = 5;
+    CHECK_EQ(model.run(), 0u);
+    CHECK_EQ(t_counter("evicted"), 2u);
+    ggml_moe_prefetch_counter_reset();
+    model.ids[0][0] = 0;
+    model.ids[0][1] = 1;
+    CHECK_EQ(model.run(), 0u);
+    CHECK_EQ(t_counter("experts_missed"), 0u);
+
+    // where the time went
+    ggml_moe_prefetch_layer layer;
+    CHECK(!ggml_moe_prefetch_layer_get(ggml_moe_prefetch_layer_count(), &layer));
+    CHECK(ggml_moe_prefetch_layer_get(ggml_moe_prefetch_layer_count() - 1, &layer));
+    CHECK_EQ(layer.n_selections, 1u);
+    CHECK_EQ(layer.n_experts,    2u);
+    CHECK_EQ(layer.n_missed,     0u);
+}
+
+static void test_random_traffic() {
+    std::mt19937 rng(1);
+    for (const int n_slots : { 2, 3, 7, 20, 40 }) {
+        for (const int fail : { 0, 5 }) {
+            reset(cache_params(n_slots));
+            fail_every = fail;
+            t_model model(4);
+            uint64_t n_mapped = 0;
+            for (int pass = 0; pass < 60; pass++) {
+                for (int32_t * ids : model.ids) {
+                    ids[0] = (int32_t) (rng() % N_EXPERT);
+                    ids[1] = (int32_t) (rng() % N_EXPERT);
+                }
+                n_mapped += model.run(2);
+                if (pass == 30 && n_slots > 7) { // less memory: what is given back is poisoned
+                    ggml_moe_prefetch_params params = cache_params(5);
+                    CHECK(ggml_moe_prefetch_set_params(&params));
+                }
+            }
+            // a slice that could not be read is computed from the mapping, and only that
+            CHECK_EQ(n_mapped > 0, fail > 0);
+            CHECK_EQ(t_counter("errors") > 0, fail > 0);
+            CHECK(t_counter("evicted") > 0);
+            CHECK_EQ(t_counter("experts_overflow"), 0u);
+            CHECK(t_counter("cache_budget") <= 40*SLOT);
+        }
+    }
+}
+
+// a batch that selects more experts than there is memory for: the rest goes through the mapping, hinted
+static void test_overflow() {
+    reset(cache_params(6));
+    t_model model(2);
+    t_graph wide;
+    std::vector<int32_t> row(N_EXPERT);
+    for (int32_t id = 0; id < N_EXPERT; id++) {
+        row[id] = id;
+    }
+    ggml_tensor * ids = wide.ids(N_EXPERT, N_EXPERT, { row });
+    for (int m = 0; m < 3; m++) {
+        wide.add(GGML_OP_MUL_MAT_ID, model.g.nodes[2*m]->src[0], ids);
+    }
+    // the second layer is known too, so its share of the memory is not the first one's
+    CHECK_EQ(model.run(), 0u);
+    ggml_moe_prefetch_counter_reset();
+    ggml_moe_prefetch_node(&wide.cgraph, 0);
+    CHECK_EQ(t_counter("experts_overflow"), N_EXPERT - 6u);
+    CHECK_EQ(t_counter("slices"), 3*(N_EXPERT - 6u));
+    uint64_t n_mapped = 0;
+    for (int m = 0; m < 3; m++) {
+        n_mapped += t_model::matmul(wide.nodes[m]);
+    }
+    CHECK_EQ(n_mapped, 3*(N_EXPERT - 6u));
+}
+
+// nothing is cached where it cannot be: no direct reads, no mapping, no memory asked for
+static void test_fallback() {
+    ggml_moe_prefetch_params params = cache_params(4);
+    reset(params);
+    unmap_files();
+    open_result = -EINVAL;
+    map_files();
+    t_model model(2);
+    CHECK_EQ(model.run(), 2u*2*3*2); // threads, experts, matrices, layers
+    CHECK_EQ(t_counter("reads"), 0u);
+    CHECK(t_counter("bytes_hinted") > 0);
+
+    // all experts fit in what is spare: the page cache does as well
+    reset(params);
+    params.cache_bytes = 0;
+    spare = (uint64_t) 1 << 34;
+    CHECK(ggml_moe_prefetch_set_params(&params));
+    CHECK_EQ(model.run(), 2u*2*3*2);
+    CHECK_EQ(t_counter("reads"), 0u);
+
+    // all that is spare, less a margin of 64 MiB
+    reset(params);
+    spare = 64*1024*1024 + 8*SLOT;
+    CHECK_EQ(model.run(), 0u);
+    CHECK_EQ(t_counter("cache_budget"), 8*SLOT);
+    CHECK_EQ(t_counter("reads"), 2u*2*3);
+}
+
+// a model that goes while its reads are queued and under way, twice at the same addresses
+static void test_unload() {
+    reset(cache_params(8));
+    for (int round = 0; round < 20; round++) {
+        read_us = 300;
+        t_model model(3);
+        model.ids[0][0] = round % N_EXPERT;
+        ggml_moe_prefetch_node(&model.g.cgraph, 0); // announced, never computed
+        unmap_files();
+        CHECK_EQ(n_reserved, 0u);
+        CHECK_EQ(n_open, 0u);
+        read_us = 0;
+        map_files();
+        CHECK_EQ(model.run(), 0u);
+        unmap_files();
+        map_files();
+    }
+}
+
+static void test_mode_switch() {
+    reset(cache_params(8));
+    t_model model(3);
+    CHECK_EQ(model.run(), 0u);
+    for (const auto mode : { GGML_MOE_PREFETCH_MODE_HINT, GGML_MOE_PREFETCH_MODE_CACHE, GGML_MOE_PREFETCH_MODE_OFF,
+            GGML_MOE_PREFETCH_MODE_CACHE, GGML_MOE_PREFETCH_MODE_OVERLAP }) {
+        CHECK(ggml_moe_prefetch_set_mode(mode));
+        const uint64_t n_mapped = model.run();
+        CHECK_EQ(n_mapped, mode == GGML_MOE_PREFETCH_MODE_CACHE ? 0u : 2*2*3*3);
+    }
+}
+
+// contexts of their own threads share the layers of one model
+static void test_contexts() {
+    reset(cache_params(10));
+    std::vector<std::thread> contexts;
+    for (int c = 0; c < 3; c++) {
+        contexts.emplace_back([c] {
+            std::mt19937 rng(c);
+            t_model model(3);
+            for (int pass = 0; pass < 40; pass++) {
+                for (int32_t * ids : model.ids) {
+                    ids[0] = (int32_t) (rng() % N_EXPERT);
+                    ids[1] = (int32_t) (rng() % N_EXPERT);
+                }
+                model.run(2);
+            }
+        });
+    }
+    for (auto & context : contexts) {
+        context.join();
+    }
+    CHECK_EQ(t_counter("groups"), 3u*40*3);
+    CHECK_EQ(t_counter("errors"), 0u);
+}
+
+int main() {
+    static ggml_moe_os os = t_os();
+    os.direct_open      = fake_open;
+    os.direct_read      = fake_read;
+    os.direct_close     = [](intptr_t) { n_open--; };
+    os.memory_reserve   = fake_reserve;
+    os.memory_discard   = fake_discard;
+    os.memory_free      = fake_free;
+    os.memory_available = [] { return (uint64_t) 1 << 40; };
+    os.memory_spare     = [] { return (uint64_t) spare; };
+    ggml_moe_prefetch_set_os(&os);
+
+    test_hits_and_evictions();
+    test_random_traffic();
+    test_overflow();
+    test_fallback();
+    test_unload();
+    test_mode_switch();
+    test_contexts();
+
+    unmap_files();
+    CHECK_EQ(n_open, 0u);
+    return 0;
+}
