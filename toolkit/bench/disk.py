@@ -101,6 +101,7 @@ def storage_of(path: Path, *, root: Path = Path("/")) -> Storage:
     sectors = queue("size")  # sysfs counts 512-byte sectors on every disk
     backing = None if disk is None else read(disk / "loop/backing_file")
     below = mount_of(Path(backing), proc=root / "proc") if backing else None
+    window = _read_ahead_file(mount, disk, root / "sys") if mount else None
     return Storage(
         filesystem=mount.filesystem if mount else None,
         mount_options=_public(mount.options) if mount else None,
@@ -109,7 +110,7 @@ def storage_of(path: Path, *, root: Path = Path("/")) -> Storage:
         model=" + ".join(models) or None,
         size_bytes=None if sectors is None else sectors * 512,
         rotational=_flag(queue("queue/rotational")),
-        read_ahead_kb=_read_ahead_kb(mount, disk, root / "sys") if mount else None,
+        read_ahead_kb=integer(window) if window else None,
         max_sectors_kb=queue("queue/max_sectors_kb"),
         loop_on=below.filesystem if below else None,
         loop_direct_io=_flag(queue("loop/dio")),
@@ -148,7 +149,13 @@ def _leaves(disk: Path) -> list[Path]:
     return list(dict.fromkeys(below)) or [disk]
 
 
-def _read_ahead_kb(mount: Mount, disk: Path | None, sys_: Path) -> int | None:
+def read_ahead_file(path: Path, *, root: Path = Path("/")) -> Path | None:
+    """The sysfs file that holds the read-ahead window of the file system under a path; None: not known."""
+    mount = mount_of(path, proc=root / "proc")
+    return None if mount is None else _read_ahead_file(mount, _disk(mount, root), root / "sys")
+
+
+def _read_ahead_file(mount: Mount, disk: Path | None, sys_: Path) -> Path | None:
     """The window of the superblock's own bdi. A stack uses its top device's, whatever lies below.
 
     NFS, FUSE and the like own a bdi under their 0:N number. btrfs owns one per file system, named by
@@ -157,6 +164,26 @@ def _read_ahead_kb(mount: Mount, disk: Path | None, sys_: Path) -> int | None:
     bdi = sys_ / "class/bdi"
     if mount.filesystem == "btrfs":
         own = list(bdi.glob("btrfs-*"))
-        return integer(own[0] / "read_ahead_kb") if len(own) == 1 else None
-    own_number = integer(bdi / mount.device / "read_ahead_kb")
-    return own_number if own_number is not None or disk is None else integer(disk / "queue/read_ahead_kb")
+        return own[0] / "read_ahead_kb" if len(own) == 1 else None
+    own_number = bdi / mount.device / "read_ahead_kb"
+    if disk is None or integer(own_number) is not None:
+        return own_number if own_number.exists() else None
+    return disk / "queue/read_ahead_kb"
+
+
+def bytes_read(device: str, *, root: Path = Path("/")) -> int | None:
+    """Bytes that everybody together has read from a block device so far; None where sysfs has no count."""
+    words = (read(root / "sys/class/block" / device / "stat") or "").split()
+    return int(words[2]) * 512 if len(words) > 2 else None  # the third field counts 512-byte sectors
+
+
+def temperature_c(storage: Storage, *, root: Path = Path("/")) -> float | None:
+    """Degrees of the hottest device under a file system, as its own sensor says; None without one."""
+    found = []
+    for name in storage.parts or (storage.device or "none",):
+        device = root / "sys/class/block" / name / "device"
+        # NVMe controllers hold their sensor themselves, SATA disks (drivetemp) one level below.
+        for sensor in (*device.glob("hwmon*/temp1_input"), *device.glob("hwmon/hwmon*/temp1_input")):
+            milli_c = integer(sensor)
+            found += [] if milli_c is None else [milli_c / 1000]
+    return max(found, default=None)

@@ -59,7 +59,7 @@ def facts(path: Path, *, root: Path = Path("/")) -> MachineFacts:
         name=machine_name(cpu, cores, memory),
         cpu=cpu,
         logical_cores=cores,
-        usable_cores=_usable_cores(cores),
+        usable_cores=usable_cores(),
         memory_bytes=memory,
         swap_bytes=int(psutil.swap_memory().total) if swap is None else swap,
         memlock_bytes=_memlock(proc),
@@ -111,8 +111,9 @@ def _cpu_model(cpuinfo: str, root: Path) -> str:
     return board or platform.processor() or platform.machine() or "unknown"
 
 
-def _usable_cores(cores: int) -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+def usable_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _memlock(proc: Path) -> int | None:
@@ -158,49 +159,110 @@ def _numa_policy(proc: Path) -> str | None:
 # --- What it means for a result
 
 
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """Something about this machine that changes a result."""
+
+    topic: str  # what it is about: filesystem, disk, read-ahead, swap, numa, governor, ...
+    text: str  # one plain sentence that says how
+
+
 def warnings(facts: MachineFacts) -> list[str]:
     """One plain sentence per condition that changes a result, saying how."""
+    return [condition.text for condition in conditions(facts)]
+
+
+def conditions(facts: MachineFacts) -> list[Condition]:
+    """Everything about the machine and the model's disk that changes a result; several may share a topic."""
     disk = facts.storage
     kind, device, virtual = disk.filesystem or "", disk.device or "", facts.virtualization
-    said = [
-        kind in MEMORY_FILESYSTEMS
-        and f"The model is on {kind}: its pages are memory, so no run can be cold and no disk is measured.",
-        kind in _NETWORK_FILESYSTEMS
-        and f"The model is on {kind}, served by another system: its cache and the link decide the read "
-        "times, and a cold run is cold on this side only.",
-        kind.startswith("fuse")
-        and f"The model is on {kind}: each read passes a user process, which costs CPU time and may cache.",
-        kind == "overlay"
-        and "The model is on an overlay: the disk below it, and so its read-ahead, is not known here.",
-        disk.loop_on in MEMORY_FILESYSTEMS
-        and f"{device} is a loop device on {disk.loop_on}: reads have the speed of memory, not of a disk.",
-        disk.loop_on not in (None, *MEMORY_FILESYSTEMS)
-        and not disk.loop_direct_io
-        and f"{device} is a loop device and its file may be cached: an evicted model can come from memory.",
-        device.startswith(("ram", "zram", "pmem")) and f"{device} is memory: no disk is measured.",
-        # Virtual disks often call themselves rotating.
-        disk.rotational and not virtual and f"{device} is a rotating disk: seeks, not bytes, decide the decode time.",
-        (disk.read_ahead_kb or 0) >= LARGE_READ_AHEAD_KB
-        and f"Read-ahead is {disk.read_ahead_kb} KiB: a page fault of the stock arm reads up to that much, "
-        "mostly of experts that were not selected; compare only rows with the same setting.",
-        facts.swap_bytes > 0
-        and f"Swap is on ({facts.swap_bytes / GIB:.1f} GiB): memory without a budget can move there, "
-        "and reading it back counts as disk time.",
-        facts.numa_nodes > 1
-        and f"There are {facts.numa_nodes} memory nodes (policy {facts.numa_policy or 'unknown'}): a page "
-        "stays on the node that read it first, so prefetching and earlier runs decide later speed; pin all "
-        "arms alike with numactl.",
-        facts.governor not in (None, "performance")
-        and f"The CPU governor is {facts.governor}: the clock follows the load, so short runs start slow.",
-        facts.usable_cores < facts.logical_cores
-        and f"Only {facts.usable_cores} of {facts.logical_cores} cores may be used: more threads are slower.",
-        facts.memlock_bytes is not None
-        and f"At most {facts.memlock_bytes / MIB:.2f} MiB can be locked (ulimit -l): an arm that locks more fails.",
-        bool({"wsl1", "wsl2"} & set(virtual))
-        and "This is WSL: Windows may cache the disk, so a cold run is cold on the Linux side only.",
-        "vm" in virtual
-        and "This is a virtual machine: the host may cache the disk and share the cores, so expect noise.",
-        "container" in virtual
-        and "This is a container: its host's other work shares the disk, the page cache and the cores.",
+    found = [
+        (
+            "filesystem",
+            kind in MEMORY_FILESYSTEMS,
+            f"The model is on {kind}: its pages are memory, so no run can be cold and no disk is measured.",
+        ),
+        (
+            "filesystem",
+            kind in _NETWORK_FILESYSTEMS,
+            f"The model is on {kind}, served by another system: its cache and the link decide the read "
+            "times, and a cold run is cold on this side only.",
+        ),
+        (
+            "filesystem",
+            kind.startswith("fuse"),
+            f"The model is on {kind}: each read passes a user process, which costs CPU time and may cache.",
+        ),
+        (
+            "filesystem",
+            kind == "overlay",
+            "The model is on an overlay: the disk below it, and so its read-ahead, is not known here.",
+        ),
+        (
+            "disk",
+            disk.loop_on in MEMORY_FILESYSTEMS,
+            f"{device} is a loop device on {disk.loop_on}: reads have the speed of memory, not of a disk.",
+        ),
+        (
+            "disk",
+            disk.loop_on not in (None, *MEMORY_FILESYSTEMS) and not disk.loop_direct_io,
+            f"{device} is a loop device and its file may be cached: an evicted model can come from memory.",
+        ),
+        ("disk", device.startswith(("ram", "zram", "pmem")), f"{device} is memory: no disk is measured."),
+        (
+            "disk",
+            bool(disk.rotational) and not virtual,  # virtual disks often call themselves rotating
+            f"{device} is a rotating disk: seeks, not bytes, decide the decode time.",
+        ),
+        (
+            "read-ahead",
+            (disk.read_ahead_kb or 0) >= LARGE_READ_AHEAD_KB,
+            f"Read-ahead is {disk.read_ahead_kb} KiB: a page fault of the stock arm reads up to that much, "
+            "mostly of experts that were not selected; compare only rows with the same setting.",
+        ),
+        (
+            "swap",
+            facts.swap_bytes > 0,
+            f"Swap is on ({facts.swap_bytes / GIB:.1f} GiB): memory without a budget can move there, "
+            "and reading it back counts as disk time.",
+        ),
+        (
+            "numa",
+            facts.numa_nodes > 1,
+            f"There are {facts.numa_nodes} memory nodes (policy {facts.numa_policy or 'unknown'}): a page "
+            "stays on the node that read it first, so prefetching and earlier runs decide later speed; pin all "
+            "arms alike with numactl.",
+        ),
+        (
+            "governor",
+            facts.governor not in (None, "performance"),
+            f"The CPU governor is {facts.governor}: the clock follows the load, so short runs start slow.",
+        ),
+        (
+            "cores",
+            facts.usable_cores < facts.logical_cores,
+            f"Only {facts.usable_cores} of {facts.logical_cores} cores may be used: more threads are slower.",
+        ),
+        (
+            "lock-limit",
+            facts.memlock_bytes is not None,
+            f"At most {(facts.memlock_bytes or 0) / MIB:.2f} MiB can be locked (ulimit -l): an arm that locks "
+            "more fails.",
+        ),
+        (
+            "virtualization",
+            bool({"wsl1", "wsl2"} & set(virtual)),
+            "This is WSL: Windows may cache the disk, so a cold run is cold on the Linux side only.",
+        ),
+        (
+            "virtualization",
+            "vm" in virtual,
+            "This is a virtual machine: the host may cache the disk and share the cores, so expect noise.",
+        ),
+        (
+            "virtualization",
+            "container" in virtual,
+            "This is a container: its host's other work shares the disk, the page cache and the cores.",
+        ),
     ]
-    return [sentence for sentence in said if isinstance(sentence, str)]
+    return [Condition(topic=topic, text=text) for topic, holds, text in found if holds]

@@ -14,12 +14,16 @@ from toolkit.errors import MachineError, ToolkitError
 
 # name -> module that holds a click command of that name; imported when used, so --help stays fast.
 _COMMANDS = {
+    "doctor": "toolkit.cli.doctor",
     "fetch": "toolkit.cli.fetch",
     "patch": "toolkit.cli.patch",
+    "port": "toolkit.cli.port",
     "build": "toolkit.cli.build",
     "wheels": "toolkit.cli.wheels",
+    "rpc": "toolkit.cli.rpc",
     "model": "toolkit.cli.model",
     "bench": "toolkit.cli.bench",
+    "reproduce": "toolkit.cli.reproduce",
 }
 
 

@@ -1,0 +1,1 @@
+"""What this machine will do to a result: observe, judge, and change on request only."""
