@@ -7,8 +7,13 @@ import pytest
 from scipy import stats as reference  # type: ignore[import-untyped]
 
 from toolkit.stats import (
+    POWER,
     Drift,
     Verdict,
+    blocks_needed,
+    chi2_cdf,
+    chi2_quantile,
+    detection_power,
     drift,
     drift_bias,
     mean,
@@ -18,6 +23,7 @@ from toolkit.stats import (
     sample_sd,
     t_cdf,
     t_quantile,
+    unpaired_ratio,
 )
 
 
@@ -38,6 +44,14 @@ def test_t_distribution_agrees_with_scipy(df: int) -> None:
         assert t_cdf(t, df) == pytest.approx(reference.t.cdf(t, df), abs=1e-12)
     for p in (0.0005, 0.025, 0.5, 0.9, 0.975):
         assert t_quantile(p, df) == pytest.approx(reference.t.ppf(p, df), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("df", [1, 2, 3, 4, 5, 9, 30, 101])
+def test_chi_square_distribution_agrees_with_scipy(df: int) -> None:
+    for x in (-1.0, 0.0, 0.01, 0.7, 3.0, 25.0, 140.0):
+        assert chi2_cdf(x, df) == pytest.approx(reference.chi2.cdf(x, df), abs=1e-12)
+    for p in (0.01, 0.2, 0.5, 0.975):
+        assert chi2_quantile(p, df) == pytest.approx(reference.chi2.ppf(p, df), rel=1e-9)
 
 
 def test_mean_interval_agrees_with_scipy() -> None:
@@ -215,3 +229,88 @@ def test_two_blocks_never_decide() -> None:
     assert found.ratio == 2.0
     assert found.verdict is Verdict.UNDECIDED
     assert paired_ratio([[1.0]] * 3, [[2.0]] * 3).verdict is Verdict.FASTER
+
+
+@pytest.mark.parametrize("n", [3, 4, 6, 20, 300])
+@pytest.mark.parametrize("effect", [0.01, 0.03, 0.1])
+def test_power_is_the_tail_of_the_noncentral_t_distribution(effect: float, n: int) -> None:
+    shift = effect / 0.04 * math.sqrt(n)
+    expected = reference.nct.sf(reference.t.ppf(0.975, n - 1), n - 1, shift)
+    assert detection_power(effect, 0.04, n) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("effect", "sd"), [(0.05, 0.03), (0.05, 0.08), (0.01, 0.05), (0.3, 0.01)])
+def test_blocks_needed_is_the_fewest_with_the_power(effect: float, sd: float) -> None:
+    # Two blocks whose relative differences are +-sd / sqrt(2) around their mean have exactly this SD.
+    half = sd / math.sqrt(2)
+    needed = blocks_needed([[1.0], [1.0]], [[1 + half], [1 - half]], effect)
+    assert needed is not None
+    assert needed.spread == pytest.approx(sd)
+
+    def power(n: int, spread: float) -> float:
+        return float(reference.nct.sf(reference.t.ppf(0.975, n - 1), n - 1, math.log1p(effect) / spread * math.sqrt(n)))
+
+    def fewest(spread: float) -> int | None:
+        return next((n for n in range(3, 1001) if power(n, spread) >= POWER), None)
+
+    assert needed.n_blocks == fewest(sd)
+    # One degree of freedom: the 20 % point of chi-square is 0.0642, so the SD may be 3.95 times as large.
+    upper = sd * math.sqrt(1 / reference.chi2.ppf(0.2, 1))
+    assert needed.n_blocks_upper == fewest(upper)
+
+
+def test_blocks_needed_at_the_ends() -> None:
+    same = blocks_needed([[1.0]] * 4, [[2.0]] * 4, 0.05)
+    assert same is not None
+    assert (same.n_blocks, same.n_blocks_upper) == (3, 3)  # no spread: only the fewest that can decide
+    noisy = blocks_needed([[1.0], [1.0]], [[0.5], [1.5]], 0.001)
+    assert noisy is not None
+    assert (noisy.n_blocks, noisy.n_blocks_upper) == (None, None)
+    assert blocks_needed([[1.0]], [[2.0]], 0.05) is None
+
+
+def test_blocks_needed_finds_the_effect_that_often() -> None:
+    rng = np.random.default_rng(8)
+    pilot = 1 + 0.04 * rng.standard_normal(200)
+    needed = blocks_needed([[1.0]] * 200, by_block(pilot.tolist()), 0.05)
+    assert needed is not None and needed.n_blocks is not None
+    n, runs = needed.n_blocks, 600
+    found = sum(
+        paired_ratio([[1.0]] * n, by_block((1.05 * np.exp(0.04 * rng.standard_normal(n))).tolist())).verdict
+        is Verdict.FASTER
+        for _ in range(runs)
+    )
+    # Three binomial standard deviations are 5 points; the bootstrap is a little bolder than the t interval.
+    assert 0.74 <= found / runs <= 0.9
+
+
+def test_a_one_percent_gain_stays_undecided_where_ten_percent_is_found() -> None:
+    verdicts = {}
+    for gain in (1.01, 1.10):
+        rng = np.random.default_rng(4)
+        b = 5 * np.exp(0.02 * rng.standard_normal(4))
+        c = gain * 5 * np.exp(0.02 * rng.standard_normal(4))
+        verdicts[gain] = paired_ratio(by_block(b.tolist()), by_block(c.tolist())).verdict
+    assert verdicts == {1.01: Verdict.UNDECIDED, 1.10: Verdict.FASTER}
+
+
+def test_unpaired_interval_is_welchs() -> None:
+    b, c = [10.0, 10.4, 9.8, 10.1, 10.2], [11.9, 12.4, 12.1]
+    got = unpaired_ratio(b, c)
+    # Welch on values divided by their own means: the delta method's variances, and scipy's degrees of freedom.
+    test = reference.ttest_ind(np.array(c) / np.mean(c), np.array(b) / np.mean(b), equal_var=False)
+    se = math.sqrt(np.var(b, ddof=1) / 5 / np.mean(b) ** 2 + np.var(c, ddof=1) / 3 / np.mean(c) ** 2)
+    half = reference.t.ppf(0.975, math.floor(test.df)) * se
+    ratio = np.mean(c) / np.mean(b)
+    assert got.ratio == pytest.approx(ratio)
+    assert got.ci95 == pytest.approx((ratio * math.exp(-half), ratio * math.exp(half)))
+    assert (got.n_blocks, got.verdict) == (0, Verdict.FASTER)
+
+
+def test_unpaired_series_decide_only_with_three_values_each() -> None:
+    assert unpaired_ratio([1.0], [2.0, 2.1, 2.2]).ci95 is None
+    assert unpaired_ratio([1.0, 1.0], [2.0, 2.0]).verdict is Verdict.UNDECIDED
+    assert unpaired_ratio([1.0, 1.0, 1.0], [2.0, 2.0, 2.0]).verdict is Verdict.FASTER
+    assert unpaired_ratio([1.0, 1.1, 0.9], [1.0, 1.05, 0.97]).verdict is Verdict.UNDECIDED
+    with pytest.raises(ValueError, match="above 0"):
+        unpaired_ratio([0.0], [1.0])

@@ -43,6 +43,8 @@ _KEYS = {"check": ("arm",), "sample": ("block", "position", "arm", "test")}
 # A comparison holds these fixed; a difference in any of them can explain a difference in speed.
 CHECKED = (
     "model_size",
+    "model_type",  # these two are known of llama-bench's rows only
+    "model_n_params",
     "tokens_sha256",
     "n_gen",
     "n_threads",

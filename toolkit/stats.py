@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -27,6 +30,10 @@ OUTLIER_FRACTION = 0.05
 # Room for rounding: arms with the same values must not differ in the last bit.
 _EPSILON = 1e-9
 
+# Chance that a planned comparison finds the effect it was planned for, and of the spread being below its limit.
+POWER = 0.8
+_MOST_BLOCKS = 1000
+
 
 class Verdict(str, Enum):
     FASTER = "faster"
@@ -43,6 +50,17 @@ class Ratio:
     n_blocks: int
     method: str
     verdict: Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksNeeded:
+    """How many blocks a comparison takes to find an effect; None: more than 1000."""
+
+    effect: float  # as a fraction of the baseline's throughput
+    power: float  # chance that the interval then excludes 1
+    spread: float  # SD of one block's log ratio, as estimated
+    n_blocks: int | None
+    n_blocks_upper: int | None  # with the spread at its upper 80 % limit, since few blocks estimate it badly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +105,37 @@ def t_cdf(t: float, df: int) -> float:
 
 
 def t_quantile(p: float, df: int) -> float:
-    """Inverse of `t_cdf` by bisection; 0 < p < 1."""
+    """Inverse of `t_cdf`; 0 < p < 1."""
+    return _inverse(lambda t: t_cdf(t, df), p)
+
+
+def chi2_cdf(x: float, df: int) -> float:
+    """Chi-square distribution function for whole degrees of freedom (Abramowitz and Stegun 26.4.4, 26.4.5)."""
+    if x <= 0:
+        return 0.0
+    odd = df % 2
+    term = math.sqrt(2 * x / math.pi) * math.exp(-x / 2) if odd else math.exp(-x / 2)
+    tail = math.erfc(math.sqrt(x / 2)) if odd else 0.0
+    for k in range(2 + odd, df + 1, 2):
+        tail += term
+        term *= x / k
+    return 1 - tail
+
+
+def chi2_quantile(p: float, df: int) -> float:
+    """Inverse of `chi2_cdf`; 0 < p < 1."""
+    return _inverse(lambda x: chi2_cdf(x, df), p)
+
+
+def _inverse(cdf: Callable[[float], float], p: float) -> float:
     low, high = -1.0, 1.0
-    while t_cdf(low, df) > p:
+    while cdf(low) > p:
         low *= 2
-    while t_cdf(high, df) < p:
+    while cdf(high) < p:
         high *= 2
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, df) < p else (low, middle)
+        low, high = (middle, high) if cdf(middle) < p else (low, middle)
     return (low + high) / 2
 
 
@@ -170,12 +210,7 @@ def paired_ratio(
     narrow for few blocks. Below six: t interval of the log ratio, n - 1 degrees of freedom, standard
     error by the delta method. `bias` widens the log interval on both sides (see `drift_bias`).
     """
-    b = np.array([mean(block) for block in baseline])
-    c = np.array([mean(block) for block in candidate])
-    if len(b) != len(c) or not len(b):
-        raise ValueError(f"need the same number of blocks, at least 1: {len(b)} and {len(c)}")
-    if min(b.min(), c.min()) <= 0:
-        raise ValueError("throughput must be above 0")
+    b, c = _block_means(baseline, candidate)
     n = len(b)
     ratio = float(c.mean() / b.mean())
     if n == 1:
@@ -183,7 +218,7 @@ def paired_ratio(
     t = t_quantile((1 + CONFIDENCE) / 2, n - 1)
     if n < MIN_BOOTSTRAP_BLOCKS:
         method = "t interval of the log ratio"
-        half = t * float(np.std(c / c.mean() - b / b.mean(), ddof=1)) / math.sqrt(n)
+        half = t * _spread(b, c) / math.sqrt(n)
         low, high = math.log(ratio) - half, math.log(ratio) + half
     else:
         method = f"paired bootstrap over blocks, {RESAMPLES} resamples, expanded percentiles"
@@ -191,13 +226,111 @@ def paired_ratio(
         logs = np.log(c[pick].mean(axis=1) / b[pick].mean(axis=1))
         tail = 0.5 * math.erfc(math.sqrt(n / (n - 1)) * t / math.sqrt(2))
         low, high = (float(q) for q in np.quantile(logs, [tail, 1 - tail]))
-    low, high = low - bias, high + bias
+    verdict = _verdict(low - bias, high + bias, n)
+    ci95 = (math.exp(low - bias), math.exp(high + bias))
+    return Ratio(ratio=ratio, ci95=ci95, n_blocks=n, method=method, verdict=verdict)
+
+
+def unpaired_ratio(baseline: Sequence[float], candidate: Sequence[float]) -> Ratio:
+    """Ratio of mean throughputs of two separate series, with Welch's 95 % interval of its logarithm.
+
+    Standard error by the delta method; Satterthwaite's degrees of freedom rounded down, which widens the
+    interval a little. Nothing cancels between the series, so what changed from one to the other is part of
+    the ratio. `n_blocks` is 0.
+    """
+    b, c = np.asarray(baseline, dtype=float), np.asarray(candidate, dtype=float)
+    if min(b.min(), c.min()) <= 0:
+        raise ValueError("throughput must be above 0")
+    ratio = float(c.mean() / b.mean())
+    n = min(len(b), len(c))
+    if n < 2:
+        method = "none (a single value has no spread)"
+        return Ratio(ratio=ratio, ci95=None, n_blocks=0, method=method, verdict=Verdict.UNDECIDED)
+    parts = [(float(np.std(x, ddof=1)) / float(x.mean())) ** 2 / len(x) for x in (b, c)]
+    variance = sum(parts)
+    df = n - 1
+    if variance > 0:
+        df = max(df, int(variance**2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, (b, c), strict=True))))
+    half = t_quantile((1 + CONFIDENCE) / 2, df) * math.sqrt(variance)
+    low, high = math.log(ratio) - half, math.log(ratio) + half
+    return Ratio(
+        ratio=ratio,
+        ci95=(math.exp(low), math.exp(high)),
+        n_blocks=0,
+        method="unpaired, Welch interval of the log ratio",
+        verdict=_verdict(low, high, n),
+    )
+
+
+def blocks_needed(
+    baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]], effect: float
+) -> BlocksNeeded | None:
+    """Blocks after which an effect of this size is found with 80 % power, judged by the spread of these blocks.
+
+    `effect` is a fraction above 0, such as 0.05. Drift is not part of it. None for fewer than two blocks.
+    """
+    b, c = _block_means(baseline, candidate)
+    n = len(b)
+    if n < 2:
+        return None
+    spread = _spread(b, c)
+    upper = spread * math.sqrt((n - 1) / chi2_quantile(1 - POWER, n - 1))
+    return BlocksNeeded(
+        effect=effect,
+        power=POWER,
+        spread=spread,
+        n_blocks=_fewest_blocks(math.log1p(effect), spread),
+        n_blocks_upper=_fewest_blocks(math.log1p(effect), upper),
+    )
+
+
+def detection_power(effect: float, spread: float, n: int) -> float:
+    """Chance that the 95 % t interval of n differences with this SD lies above 0 when their mean is `effect`.
+
+    The upper tail of the noncentral t distribution, as the mean of a normal tail over the sample SD's distribution.
+    """
+    df = n - 1
+    limit = t_quantile((1 + CONFIDENCE) / 2, df)
+    shift = effect * math.sqrt(n) / spread
+    width = 8 / math.sqrt(2 * df)
+    s = np.linspace(max(1 - width, 1e-9), 1 + width, 2001)  # sample SD over true SD
+    log_density = (df - 1) * np.log(s) - df * s**2 / 2
+    density = np.exp(log_density - log_density.max())
+    tail = np.array([0.5 * math.erfc((limit * x - shift) / math.sqrt(2)) for x in s])
+    return float((density * tail).sum() / density.sum())
+
+
+def _fewest_blocks(effect: float, spread: float) -> int | None:
+    low, high = MIN_VERDICT_BLOCKS - 1, MIN_VERDICT_BLOCKS
+    while spread > 0 and detection_power(effect, spread, high) < POWER:
+        if high > _MOST_BLOCKS:
+            return None
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if detection_power(effect, spread, middle) < POWER else (low, middle)
+    return high if high <= _MOST_BLOCKS else None
+
+
+def _block_means(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> tuple[Array, Array]:
+    b = np.array([mean(block) for block in baseline])
+    c = np.array([mean(block) for block in candidate])
+    if len(b) != len(c) or not len(b):
+        raise ValueError(f"need the same number of blocks, at least 1: {len(b)} and {len(c)}")
+    if min(b.min(), c.min()) <= 0:
+        raise ValueError("throughput must be above 0")
+    return b, c
+
+
+def _spread(b: Array, c: Array) -> float:
+    """SD of one block's log ratio by the delta method."""
+    return float(np.std(c / c.mean() - b / b.mean(), ddof=1))
+
+
+def _verdict(low: float, high: float, n: int) -> Verdict:
+    """What the interval of a log ratio from n values says."""
     if n < MIN_VERDICT_BLOCKS:
-        verdict = Verdict.UNDECIDED
-    elif low > _EPSILON:
-        verdict = Verdict.FASTER
-    elif high < -_EPSILON:
-        verdict = Verdict.SLOWER
-    else:
-        verdict = Verdict.UNDECIDED
-    return Ratio(ratio=ratio, ci95=(math.exp(low), math.exp(high)), n_blocks=n, method=method, verdict=verdict)
+        return Verdict.UNDECIDED
+    if low > _EPSILON:
+        return Verdict.FASTER
+    return Verdict.SLOWER if high < -_EPSILON else Verdict.UNDECIDED

@@ -8,9 +8,9 @@ import click
 from rich.console import Console
 
 from toolkit import results
-from toolkit.console import note
-from toolkit.evidence import compare, plots, report
-from toolkit.files import write_text
+from toolkit.cli.bench_report import EFFECT, export_command, plot_command, report_command
+from toolkit.cli.bench_storage import storage
+from toolkit.evidence import compare, imported, report
 
 
 @click.group()
@@ -22,6 +22,9 @@ def bench() -> None:
       moe-madv bench run demo.gguf --oversubscribe 2.7 --out demo.jsonl
       moe-madv bench compare demo.jsonl
     """
+
+
+bench.add_command(storage)
 
 
 @bench.command("run")
@@ -49,6 +52,7 @@ def bench() -> None:
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), help="Results file; an unfinished one continues."
 )
+@click.option("--sdist", metavar="VERSION", help="Arms of another pinned llama-cpp-python than the one in use.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def run_command(
@@ -67,6 +71,7 @@ def run_command(
     prompt_file: Path | None,
     warm: bool,
     out: Path | None,
+    sdist: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -106,6 +111,7 @@ def run_command(
             minutes=minutes,
         ),
         out=out,
+        sdist=sdist,
     )
     path = measure(request, dry_run=dry_run)
     if path is not None:
@@ -123,18 +129,23 @@ def run_command(
     help="Form of the result; a table that is piped is markdown.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Same as --output json.")
-def compare_command(files: tuple[Path, ...], baseline: str | None, output: str, as_json: bool) -> None:
+@click.option("--effect", type=EFFECT, help="Also say how many blocks find a difference of this size, such as 5%.")
+def compare_command(
+    files: tuple[Path, ...], baseline: str | None, output: str, as_json: bool, effect: float | None
+) -> None:
     """Say which arm is faster, by how much, and how sure that is.
 
     Several files of the same conditions are pooled. Rows that differ in model, tokens, budget,
-    read-ahead, threads or cache state are refused.
+    read-ahead, threads or cache state are refused. Files of llama-bench (json, jsonl, csv) are arms too,
+    named by file and compared unpaired.
 
     \b
     Example:
-      moe-madv bench compare demo.jsonl
+      moe-madv bench compare demo.jsonl --effect 5%
       moe-madv bench compare monday.jsonl tuesday.jsonl --baseline off --json
+      moe-madv bench compare before.json after.json
     """
-    _print(compare.compare(results.read(files), baseline), "json" if as_json else output)
+    _print(compare.compare(imported.load(files), baseline, effect=effect), "json" if as_json else output)
 
 
 def _print(findings: compare.Findings, output: str) -> None:
@@ -149,16 +160,5 @@ def _print(findings: compare.Findings, output: str) -> None:
         click.echo(report.markdown(findings), nl=False)
 
 
-@bench.command("plot")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="FILE...")
-@click.option("--baseline", metavar="ARM", help="Arm to compare with.  [default: first arm of the plan]")
-@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="SVG file to write.")
-def plot_command(files: tuple[Path, ...], baseline: str | None, out: Path) -> None:
-    """Draw throughput and MiB read per token of every arm as one SVG file.
-
-    \b
-    Example:
-      moe-madv bench plot demo.jsonl --out demo.svg
-    """
-    write_text(out, plots.chart(compare.compare(results.read(files), baseline)))
-    note(f"wrote {out}")
+for _command in (export_command, plot_command, report_command):
+    bench.add_command(_command)

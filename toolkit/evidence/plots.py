@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from toolkit.evidence.compare import Comparison, Findings, Summary
+from toolkit.evidence.findings import Comparison, Findings, Summary
 from toolkit.evidence.report import conditions, number, ratio_text, verdict_text
+from toolkit.evidence.svg import text, ticks
 from toolkit.stats import Verdict
 
 _WIDTH = 880
@@ -25,7 +25,7 @@ _STYLE = """
 svg { color: #1f2328; font: 13px system-ui, sans-serif; }
 .back { fill: #ffffff; } text { fill: currentColor; } .small { font-size: 11px; } .head { font-weight: 600; }
 .grid { stroke: currentColor; stroke-opacity: .15; } .base { stroke: currentColor; stroke-dasharray: 4 3; }
-.mark { stroke-width: 2; }
+.mark { stroke-width: 2; } .ring { fill: none; stroke: currentColor; }
 .even { fill: #6e7781; stroke: #6e7781; } .faster { fill: #0072b2; stroke: #0072b2; }
 .slower { fill: #d55e00; stroke: #d55e00; }
 .raw { fill-opacity: .35; stroke: none; }
@@ -48,8 +48,10 @@ def chart(findings: Findings) -> str:
         body += _panels(test, rows, found, y)
         y += _HEAD + len(rows) * _ROW + _FOOT
     notes = ["pale dots: single runs; whiskers: 95 % interval of the mean over blocks; dashed: baseline"]
-    for line in (part for text in [*conditions(findings), *notes] for part in textwrap.wrap(text, 130)):
-        body.append(_text(12, y, line, "small"))
+    if any(s.outliers for s in findings.summaries):
+        notes = [f"{notes[0]}; ring: outlier, kept"]
+    for line in (part for words in [*conditions(findings), *notes] for part in textwrap.wrap(words, 130)):
+        body.append(text(12, y, line, "small"))
         y += 16
     title = f"Throughput and reads of {', '.join(dict.fromkeys(s.arm for s in findings.summaries))}"
     return "\n".join(
@@ -63,15 +65,6 @@ def chart(findings: Findings) -> str:
             "</svg>\n",
         ]
     )
-
-
-def ticks(top: float) -> list[float]:
-    """Round values from 0 to the first one at or above `top`, in steps of 1, 2 or 5 times a power of ten."""
-    if top <= 0:
-        return [0.0, 1.0]
-    power = 10.0 ** math.floor(math.log10(top / 4))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= top / 4)
-    return [i * step for i in range(math.ceil(top / step - 1e-9) + 1)]
 
 
 def _panels(test: str, rows: Sequence[Summary], found: dict[str, Comparison], y: int) -> list[str]:
@@ -91,19 +84,19 @@ def _panels(test: str, rows: Sequence[Summary], found: dict[str, Comparison], y:
         middle = top + i * _ROW + _ROW / 2
         c = found.get(s.arm)
         kind = _kind(c)
-        body.append(_text(_LABELS - 12, middle + 4, s.arm, anchor="end"))
+        body.append(text(_LABELS - 12, middle + 4, s.arm, anchor="end"))
         if s.ts_mean is None or not shown(s):
-            body.append(_text(_LABELS + 6, middle + 4, "no finished run" if s.ts_mean is None else "outputs differ"))
+            body.append(text(_LABELS + 6, middle + 4, "no finished run" if s.ts_mean is None else "outputs differ"))
         else:
             if c is None:
                 x = left.x(s.ts_mean)
                 body.append(f'<line class="base" x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}"/>')
-            body += left.series(s.ts, s.ts_mean, s.ts_ci95, middle, kind)
+            body += left.series(s.ts, s.ts_mean, s.ts_ci95, middle, kind, s.outliers)
             label = "baseline" if c is None else f"{ratio_text(c)} {verdict_text(c)}"
-            body.append(_text(_LABELS + _PANEL + 10, middle + 4, label, "small"))
+            body.append(text(_LABELS + _PANEL + 10, middle + 4, label, "small"))
         if s.mib_per_token is not None:
-            body += right.series(s.mib_per_token_samples, s.mib_per_token, None, middle, "even")
-            body.append(_text(_RIGHT[0] + _RIGHT[1] + 8, middle + 4, number(s.mib_per_token), "small"))
+            body += right.series(s.mib_per_token_samples, s.mib_per_token, None, middle, "even", ())
+            body.append(text(_RIGHT[0] + _RIGHT[1] + 8, middle + 4, number(s.mib_per_token), "small"))
     return body
 
 
@@ -117,11 +110,11 @@ class _Axis:
         return self._left + self._width * min(max(value / self._marks[-1], 0), 1)
 
     def frame(self, heading: str, top: float, bottom: float) -> list[str]:
-        parts = [_text(self._left, top - 12, heading, "head")]
+        parts = [text(self._left, top - 12, heading, "head")]
         for mark in self._marks:
             x = self.x(mark)
             parts.append(f'<line class="grid" x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}"/>')
-            parts.append(_text(x, bottom + 14, f"{mark:g}", "small", anchor="middle"))
+            parts.append(text(x, bottom + 14, f"{mark:g}", "small", anchor="middle"))
         return parts
 
     def series(
@@ -131,8 +124,11 @@ class _Axis:
         interval: tuple[float, float] | None,
         y: float,
         kind: str,
+        outliers: Sequence[int],
     ) -> list[str]:
         parts = [f'<circle class="raw {kind}" cx="{self.x(v):.1f}" cy="{y}" r="4"/>' for v in values]
+        for x in (self.x(values[i]) for i in outliers):
+            parts.append(f'<path class="ring" d="M{x - 7:.1f} {y}a7 7 0 1 0 14 0a7 7 0 1 0 -14 0z"/>')
         if interval is not None:
             low, high = (self.x(v) for v in interval)
             path = f"M{low:.1f} {y}H{high:.1f}M{low:.1f} {y - 5}v10M{high:.1f} {y - 5}v10"
@@ -144,7 +140,3 @@ class _Axis:
 def _kind(c: Comparison | None) -> str:
     decided = c is not None and not c.void and c.verdict is not Verdict.UNDECIDED
     return c.verdict.value if c is not None and decided else "even"
-
-
-def _text(x: float, y: float, text: str, cls: str = "", anchor: str = "start") -> str:
-    return f'<text class="{cls}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.console import GIB
-from toolkit.evidence.compare import Comparison, Findings, Summary
+from toolkit.evidence.findings import Comparison, Findings, Roofline, Summary
 from toolkit.results import machine_facts
 from toolkit.stats import Verdict
 
@@ -29,6 +29,11 @@ def number(value: float | None, digits: int = 3) -> str:
         return "-"
     rounded = float(f"{value:.{digits}g}")
     return f"{value:.0f}" if abs(rounded) >= 10**digits else f"{rounded:.{digits}g}"
+
+
+def percent(fraction: float | None) -> str:
+    """`82 %`; `-` when unknown."""
+    return "-" if fraction is None else f"{number(100 * fraction, 2)} %"
 
 
 def ratio_text(c: Comparison) -> str:
@@ -68,14 +73,17 @@ _COLUMNS: tuple[tuple[str, Callable[[Summary, Comparison | None], str]], ...] = 
     ("MiB/token", lambda s, c: number(s.mib_per_token)),
     ("read ampl.", lambda s, c: number(s.read_amplification)),
     ("major faults/token", lambda s, c: number(s.major_faults_per_token)),
+    ("of limit", lambda s, c: percent(s.limit_fraction)),
     ("ratio [95 %]", lambda s, c: "baseline" if c is None else ratio_text(c)),
     ("verdict", lambda s, c: "" if c is None else verdict_text(c)),
 )
 
 
-def _cells(findings: Findings) -> list[list[str]]:
+def table(findings: Findings) -> tuple[list[str], list[list[str]]]:
+    """Headings and a row per test and arm, as text."""
     by_key = {(c.test, c.candidate): c for c in findings.comparisons}
-    return [[text(s, by_key.get((s.test, s.arm))) for _, text in _COLUMNS] for s in findings.summaries]
+    cells = [[text(s, by_key.get((s.test, s.arm))) for _, text in _COLUMNS] for s in findings.summaries]
+    return [heading for heading, _ in _COLUMNS], cells
 
 
 def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -90,9 +98,9 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> st
 def markdown(findings: Findings) -> str:
     """Table, conditions, sentences and warnings as markdown."""
     parts = [
-        markdown_table([heading for heading, _ in _COLUMNS], _cells(findings)),
+        markdown_table(*table(findings)),
         "\n".join(conditions(findings)),
-        "\n".join(f"- {sentence(c)}" for c in findings.comparisons),
+        "\n".join(f"- {line}" for line in statements(findings)),
         "\n".join(f"- warning: {w}" for w in findings.warnings),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -100,23 +108,24 @@ def markdown(findings: Findings) -> str:
 
 def print_terminal(findings: Findings, console: Console) -> None:
     """The same for a terminal."""
-    table = Table()
-    for heading, _ in _COLUMNS:
-        table.add_column(heading, justify="left" if heading in ("test", "arm", "verdict") else "right")
-    for cells in _cells(findings):
-        table.add_row(*cells)
-    console.print(table)
+    headings, rows = table(findings)
+    grid = Table()
+    for heading in headings:
+        grid.add_column(heading, justify="left" if heading in ("test", "arm", "verdict") else "right")
+    for cells in rows:
+        grid.add_row(*cells)
+    console.print(grid)
     for line in conditions(findings):
         console.print(line, markup=False, highlight=False)
-    for c in findings.comparisons:
-        console.print(sentence(c), markup=False, highlight=False, style="bold")
+    for line in statements(findings):
+        console.print(line, markup=False, highlight=False, style="bold")
     for w in findings.warnings:
         console.print(f"warning: {w}", markup=False, highlight=False, style="yellow")
 
 
 def to_csv(findings: Findings) -> str:
     """One line per test and arm: the summary's fields, then those of its comparison."""
-    skip = {"ts", "mib_per_token_samples", "ts_ci95"}
+    skip = {"ts", "mib_per_token_samples", "ts_ci95", "outliers", "ts_apart"}
     own = [f.name for f in dataclasses.fields(Summary) if f.name not in skip]
     other = ["baseline", "ratio", "ci95_low", "ci95_high", "n_blocks", "verdict", "outputs_equal"]
     out = io.StringIO()
@@ -134,10 +143,15 @@ def to_csv(findings: Findings) -> str:
 
 
 def to_json(findings: Findings) -> str:
-    """`comparisons` (see `Comparison`, plus `sentence`), `arms` (see `Summary`), `conditions`, `warnings`."""
+    """`comparisons` (see `Comparison`, plus `sentence`), `arms` (see `Summary`), `limits`, `drift`, words."""
     data = {
         "comparisons": [{**dataclasses.asdict(c), "sentence": sentence(c)} for c in findings.comparisons],
         "arms": [dataclasses.asdict(s) for s in findings.summaries],
+        "limits": [{**dataclasses.asdict(r), "limit_ms": r.limit_ms} for r in findings.rooflines],
+        "drift": [
+            {"test": t.test, "per_run": t.drift.slope, "ci95": t.drift.ci95, "significant": t.drift.significant}
+            for t in findings.trends
+        ],
         "conditions": conditions(findings),
         "warnings": findings.warnings,
     }
@@ -160,7 +174,7 @@ def _conditions(header: dict[str, Any]) -> str:
     disk = " ".join(str(machine[key]) for key in ("device", "filesystem") if machine.get(key))
     parts = [
         model.get("filename", "model") + (f" {model['size'] / GIB:.2f} GiB" if "size" in model else ""),
-        f"memory budget {budget_text(plan)}",
+        "" if header.get("source") else f"memory budget {budget_text(plan)}",
         f"read-ahead {machine['read_ahead_kb']} KiB" if machine.get("read_ahead_kb") is not None else "",
         disk + (f" in a file on {machine['loop_on']}" if machine.get("loop_on") else ""),
         {True: "cold", False: "warm"}.get(plan.get("cold"), ""),
@@ -169,8 +183,15 @@ def _conditions(header: dict[str, Any]) -> str:
         str(machine.get("name") or ""),
         f"kernel {machine['kernel']}" if machine.get("kernel") else "",
         header["created"][:10],
+        f"by {header['source']}" if header.get("source") else "",
     ]
     return " · ".join(part for part in parts if part)
+
+
+def statements(findings: Findings) -> list[str]:
+    """The findings in words: each comparison, the blocks that an effect needs, each test's limit."""
+    needed = [] if findings.effect is None else map(needed_sentence, findings.comparisons)
+    return [*map(sentence, findings.comparisons), *needed, *map(limit_sentence, findings.rooflines)]
 
 
 def sentence(c: Comparison) -> str:
@@ -180,23 +201,58 @@ def sentence(c: Comparison) -> str:
         return f"outputs differ: no speed is reported for {pair} ({c.output_difference})"
     if c.void:
         return f"undecided: {pair} is void, {c.void}"
-    if c.n_blocks == 0:
+    if c.ratio is None:
         return f"undecided: {pair} has no block in which both arms finished"
-    if c.ci95 is None or c.ratio is None:
+    if c.ci95 is None:
+        if c.unpaired:
+            return f"undecided: {pair} is unpaired, {c.ratio:.2f}x, and without repetitions; no spread is known"
         return f"undecided: {pair} has one block, which shows no spread; run at least 3"
-    verb = _VERBS.get(c.test[:2], "runs")
     low, high = c.ci95
-    outputs = "same outputs" if c.outputs_equal else "outputs not compared"
     digits = _decimals(c.ci95)
     ratio = f"{c.ratio:.{digits}f}x"
-    span = f"95 % interval {low:.{digits}f}-{high:.{digits}f}, n = {c.n_blocks} blocks, {outputs}"
+    outputs = "same outputs" if c.outputs_equal else "outputs not compared"
+    size = f"n = {c.n_blocks} blocks"
+    if c.unpaired:
+        size = f"unpaired, n = {c.unpaired[0]} and {c.unpaired[1]}"
+    span = f"95 % interval {low:.{digits}f}-{high:.{digits}f}, {size}, {outputs}"
     drift = "" if c.drift_per_run is None else f"; drift {100 * c.drift_per_run:+.2g} % per run"
+    bound = max(high - 1, 1 - low)
+    limit = f"{number(max(100 * bound, 0.1), 2)} %"
+    if c.same_build:
+        again = f"{c.candidate} is {c.baseline} again (A/A) in {c.test}: {ratio} ({span}){drift}"
+        if c.verdict is Verdict.UNDECIDED:
+            return f"noise floor: {again}; no difference larger than {limit} comes from the machine"
+        return f"warning: {again}; equal builds differ, so the machine or the order favours one (by chance: 1 in 20)"
+    verb = _VERBS.get(c.test[:2], "runs")
     if c.verdict is Verdict.FASTER:
         return f"{c.candidate} {verb} {ratio} faster than {c.baseline} ({span}){drift}"
     if c.verdict is Verdict.SLOWER:
         return f"slower: {c.candidate} {verb} at {ratio} the speed of {c.baseline} ({span}){drift}"
-    bound = max(high - 1, 1 - low)
     if bound <= _NARROW:
-        limit = number(max(100 * bound, 0.1), 2)
-        return f"undecided: {pair} shows no difference larger than {limit} % ({span}){drift}"
+        return f"undecided: {pair} shows no difference larger than {limit} ({span}){drift}"
     return f"undecided: {pair} is too noisy to tell ({span}){drift}; more blocks narrow the interval"
+
+
+def needed_sentence(c: Comparison) -> str:
+    """How many blocks find the effect that was asked for, at the spread of those that are there."""
+    need = c.blocks_needed
+    if need is None:
+        return f"how many blocks {c.candidate} in {c.test} needs is unknown: the spread takes two with both arms"
+    most = "more than 1000"
+    blocks = most if need.n_blocks is None else str(need.n_blocks)
+    upper = most if need.n_blocks_upper is None else str(need.n_blocks_upper)
+    return (
+        f"a difference of {number(100 * need.effect)} % between {c.candidate} and {c.baseline} in {c.test} takes "
+        f"{blocks} blocks ({upper} to be safe, {c.n_blocks} are here; {100 * need.power:.0f} % chance to find it, "
+        f"spread {number(100 * need.spread, 2)} % per block)"
+    )
+
+
+def limit_sentence(r: Roofline) -> str:
+    """What bounds a token of one test."""
+    reads = f"reading {number(r.must_read_mib)} MiB at {number(r.disk_mib_s)} MiB/s takes {number(r.read_ms)} ms"
+    if r.limit_ms is None:
+        return f"limit of {r.test}: per token, {reads}; the compute time in memory is not known"
+    return (
+        f"limit of {r.test}: {number(r.limit_ms)} ms per token; {reads}, computing in memory {number(r.compute_ms)} ms"
+    )

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import ResultsError
-from toolkit.evidence.compare import Comparison, compare
+from toolkit.evidence.compare import compare
+from toolkit.evidence.findings import Comparison
 from toolkit.evidence.report import budget_text, markdown_table, number, ratio_text, verdict_text
 from toolkit.results import RunData, machine_facts, read
 
