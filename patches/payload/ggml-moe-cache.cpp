@@ -10,10 +10,10 @@ uint64_t ggml_moe_now_ns(void) {
     return (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-ggml_moe_cache::ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life) :
-        os(os), counters(counters), half_life(half_life) {
+ggml_moe_cache::ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life,
+        std::function<void()> watch) : os(os), counters(counters), half_life(half_life), watch(std::move(watch)) {
     for (int i = 0; i < n_readers; i++) {
-        readers.emplace_back([this] { read(); });
+        readers.emplace_back([this, i] { read(i == 0); });
     }
 }
 
@@ -209,15 +209,28 @@ void ggml_moe_cache::evict(ggml_moe_cache_slot & slot) {
 // which experts to keep
 //
 
-void ggml_moe_cache::touch(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts) {
-    layer.pass++;
+void ggml_moe_cache::touch(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids) {
+    const size_t n_prompt = 9; // tokens from which on a batch is taken for a piece of a prompt
+    const bool   prompt   = ids.rows.size() >= n_prompt;
+
     index = layer.index;
-    for (const int32_t id : experts) {
+    layer.pass += prompt ? 0 : 1;
+    for (const int32_t id : ids.distinct) {
         ggml_moe_cache_use & use = layer.uses[id];
         const float n_passes = (float) (layer.pass - use.pass);
-        use.recent   = use.recent  *std::exp2(-n_passes)           + 1.0f;
-        use.frequent = use.frequent*std::exp2(-n_passes/half_life) + 1.0f;
-        use.pass     = layer.pass;
+        use.recent   *= std::exp2(-n_passes);
+        use.frequent *= std::exp2(-n_passes/half_life);
+        use.recent    = prompt ? std::max(use.recent,   1.0f) : use.recent   + 1.0f;
+        use.frequent  = prompt ? std::max(use.frequent, 1.0f) : use.frequent + 1.0f;
+        use.pass      = layer.pass;
+    }
+    for (const auto & row : ids.rows) {
+        layer.token++;
+        for (const int32_t id : row) {
+            ggml_moe_cache_use & use = layer.uses[id];
+            use.tail  = use.tail*std::exp2(-(float) (layer.token - use.token)/16.0f) + 1.0f;
+            use.token = layer.token;
+        }
     }
 }
 
@@ -227,8 +240,10 @@ float ggml_moe_cache::value(const ggml_moe_cache_slot & slot) const {
     const ggml_moe_cache_layer & layer = *slot.layer;
     const ggml_moe_cache_use   & use   = layer.uses[slot.expert];
 
-    const float n_passes = (float) (layer.pass - use.pass);
-    const float counts   = 4.0f*use.recent*std::exp2(-n_passes) + use.frequent*std::exp2(-n_passes/half_life);
+    const float n_passes = (float) (layer.pass  - use.pass);
+    const float n_tokens = (float) (layer.token - use.token);
+    const float counts   = 4.0f*use.recent*std::exp2(-n_passes) + use.frequent*std::exp2(-n_passes/half_life) +
+        0.001f*use.tail*std::exp2(-n_tokens/16.0f);
 
     const int64_t n      = (int64_t) layers.size();
     const int64_t behind = ((int64_t) layer.index - (int64_t) index - 1)%n;
@@ -295,7 +310,7 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
     std::vector<int32_t>               missing;
 
     std::unique_lock<std::mutex> lock(mutex);
-    touch(layer, ids.distinct);
+    touch(layer, ids);
 
     for (const int32_t id : ids.distinct) {
         ggml_moe_cache_slot * slot = layer.slots[id];
@@ -472,10 +487,18 @@ const char * ggml_moe_cache::wait(const ggml_moe_cache_plan & plan, size_t part,
 // readers
 //
 
-void ggml_moe_cache::read() {
+void ggml_moe_cache::read(bool watches) {
     std::unique_lock<std::mutex> lock(mutex);
+    const auto due = [&] { return stop || !demand.empty() || !early.empty(); };
     for (;;) {
-        work.wait(lock, [&] { return stop || !demand.empty() || !early.empty(); });
+        if (!watches) {
+            work.wait(lock, due);
+        } else if (!work.wait_for(lock, std::chrono::milliseconds(100), due)) {
+            lock.unlock();
+            watch();
+            lock.lock();
+            continue;
+        }
         if (stop) {
             return;
         }

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -75,18 +76,22 @@ struct ggml_moe_cache_slot {
     std::atomic<uint8_t>   state[MAX_PARTS] = {};
 };
 
-// how often an expert was selected, an older selection counting less: by half after one pass, and after half_life passes
+// how often an expert was selected, an older selection counting less. A pass is a selection by a few tokens; a prompt
+// is none, however many batches it comes in, and makes its experts only as good as used once
 struct ggml_moe_cache_use {
-    float    recent   = 0.0f;
-    float    frequent = 0.0f;
-    uint32_t pass     = 0; // of the layer, when both were last brought up to date
+    float    recent   = 0.0f; // half after one pass
+    float    frequent = 0.0f; // half after half_life passes
+    float    tail     = 0.0f; // half after 16 tokens, prompt or not: the order among those of a prompt
+    uint32_t pass     = 0;    // of the layer, when the first two were last brought up to date
+    uint64_t token    = 0;    // of the layer, the same of the third
 };
 
 struct ggml_moe_cache_layer {
     std::vector<ggml_moe_cache_part>   parts;
     std::vector<ggml_moe_cache_slot *> slots;     // [n_expert], NULL: not in the cache
     std::vector<ggml_moe_cache_use>    uses;      // [n_expert], of all experts: the counts outlive the slot
-    uint32_t                           pass  = 0; // selections of this layer so far, one for a batch of any width
+    uint32_t                           pass  = 0;
+    uint64_t                           token = 0; // tokens routed so far
     size_t                             index = 0; // position among all layers, in the order they run
     ggml_moe_cache_pool *              pool  = nullptr;
     ggml_moe_layer_stats *             stats = nullptr;
@@ -114,7 +119,8 @@ struct ggml_moe_cache_plan {
 };
 
 struct ggml_moe_cache {
-    ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life);
+    // `watch` is called about ten times a second by a reader that has nothing to do
+    ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life, std::function<void()> watch);
     ~ggml_moe_cache();
 
     // the layer whose first matrix starts at `begin`, or NULL
@@ -154,6 +160,7 @@ private:
     const ggml_moe_os & os;
     ggml_moe_counters & counters;
     const float         half_life; // passes
+    const std::function<void()> watch;
 
     std::mutex              mutex; // all below, and the slots' fields but for the states
     std::condition_variable work;  // for readers
@@ -167,12 +174,12 @@ private:
     size_t                  index  = 0; // of the layer that runs
     std::vector<std::thread> readers;
 
-    void read();
+    void read(bool watches);
     ggml_moe_cache_state read_part(const job & job);
     void share_budget();
     void trim(ggml_moe_cache_pool & pool);
     void evict(ggml_moe_cache_slot & slot);
-    void touch(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts);
+    void touch(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids);
     float value(const ggml_moe_cache_slot & slot) const;
     size_t acquire(ggml_moe_cache_pool & pool, size_t n, std::vector<ggml_moe_cache_slot *> & found);
     void place(ggml_moe_cache_layer & layer, int32_t expert, ggml_moe_cache_slot & slot);

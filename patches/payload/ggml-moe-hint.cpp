@@ -1,0 +1,235 @@
+#include "ggml-moe-hint.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+//
+// hints
+//
+
+void ggml_moe_madv_slice(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_range slice) {
+    slice = ggml_moe_range_outer(slice, os.page_size);
+    state.count(GGML_MOE_PREFETCH_COUNTER_SLICES);
+    state.count(GGML_MOE_PREFETCH_COUNTER_CALLS);
+    state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_HINTED, slice.size());
+    state.check(os.advise_willneed(slice.begin, slice.size()), "madvise(MADV_WILLNEED)");
+}
+
+// pieces that the kernel honours whole, each from its first to its last absent page; returns the bytes asked for
+static size_t ggml_moe_hint_range(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_range range,
+        const ggml_moe_mapping & mapping, size_t & n_resident) {
+    static thread_local std::vector<uint8_t> resident;
+
+    range = ggml_moe_range_outer(range, os.page_size);
+
+    const size_t n_pages = range.size()/os.page_size;
+    resident.resize(n_pages);
+    if (!mapping.resident_known || os.resident(range.begin, range.size(), resident.data()) != 0) {
+        std::fill(resident.begin(), resident.end(), 0); // not known: ask for all of it
+    }
+
+    const size_t window_pages = std::max<size_t>(1, mapping.window/os.page_size);
+    size_t n_hinted = 0;
+
+    for (size_t p0 = 0; p0 < n_pages; p0 += window_pages) {
+        const size_t p1 = std::min(n_pages, p0 + window_pages);
+
+        size_t first = p1;
+        size_t last  = p0;
+        for (size_t p = p0; p < p1; p++) {
+            if (resident[p] & 1) {
+                n_resident += os.page_size;
+            } else {
+                first = std::min(first, p);
+                last  = p + 1;
+            }
+        }
+        if (first == p1) {
+            continue;
+        }
+
+        const size_t size = (last - first)*os.page_size;
+        n_hinted += size;
+        state.count(GGML_MOE_PREFETCH_COUNTER_CALLS);
+        state.check(os.advise_willneed(range.begin + first*os.page_size, size), "madvise(MADV_WILLNEED)");
+    }
+
+    state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_HINTED, n_hinted);
+    return n_hinted;
+}
+
+void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group) {
+    for (const ggml_tensor * node : group.nodes) {
+        const ggml_moe_range range = ggml_moe_range_inner(ggml_moe_tensor_range(node->src[0]), os.page_size);
+        auto same = [&](const ggml_moe_range & r) { return r.begin == range.begin && r.end == range.end; };
+        {
+            std::shared_lock<std::shared_mutex> lock(state.mutex);
+            if (range.size() == 0 || std::any_of(state.random.begin(), state.random.end(), same)) {
+                continue;
+            }
+        }
+        std::unique_lock<std::shared_mutex> lock(state.mutex);
+        if (state.mode.load() < GGML_MOE_PREFETCH_MODE_HINT) {
+            return; // switched since the node hook looked: what is advised now would never be undone
+        }
+        if (ggml_moe_find_mapping(state, range) && std::none_of(state.random.begin(), state.random.end(), same)) {
+            state.random.push_back(range);
+            state.check(os.advise_random(range.begin, range.size()), "madvise(MADV_RANDOM)");
+        }
+    }
+}
+
+size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group,
+        const std::vector<int32_t> & experts) {
+    size_t n_hinted   = 0;
+    size_t n_resident = 0;
+
+    for (const ggml_tensor * node : group.nodes) {
+        const ggml_tensor *  weights = node->src[0];
+        const ggml_moe_range range   = ggml_moe_tensor_range(weights);
+
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+
+        const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range);
+        if (mapping == nullptr) {
+            state.count(GGML_MOE_PREFETCH_COUNTER_UNMAPPED);
+            continue;
+        }
+        for (const int32_t id : experts) {
+            if (id >= weights->ne[2]) {
+                continue;
+            }
+            const uintptr_t begin = range.begin + id*weights->nb[2];
+            state.count(GGML_MOE_PREFETCH_COUNTER_SLICES);
+            n_hinted += ggml_moe_hint_range(state, os, { begin, begin + weights->nb[2] }, *mapping, n_resident);
+        }
+    }
+    state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_RESIDENT, n_resident);
+    return n_hinted;
+}
+
+bool ggml_moe_all_resident(ggml_moe_prefetch_state & state, const ggml_moe_os & os) {
+    const uint64_t faults = os.major_faults();
+    if (state.faults.exchange(faults) != faults) {
+        state.n_clean = 0;
+    }
+    return state.n_clean > 2*state.n_layers;
+}
+
+void ggml_moe_saw(ggml_moe_prefetch_state & state, size_t n_absent) {
+    if (n_absent == 0) {
+        state.n_clean++;
+    } else {
+        state.n_clean = 0;
+    }
+}
+
+//
+// ahead of the next layer
+//
+
+static void ggml_moe_lock(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_range range) {
+    range = ggml_moe_range_outer(range, os.page_size);
+    std::unique_lock<std::shared_mutex> lock(state.mutex);
+
+    auto same = [&](const ggml_moe_range & r) { return r.begin == range.begin; };
+    const uint64_t held = state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED];
+    // more than half of the memory would leave too little for the experts
+    const uint64_t most = std::min(state.params.lock_bytes, os.memory_available()/2);
+    if (state.lock_refused || held + range.size() > most || !ggml_moe_find_mapping(state, range) ||
+        std::any_of(state.locked.begin(), state.locked.end(), same)) {
+        return;
+    }
+    const int result = os.lock(range.begin, range.size());
+    if (result != 0) {
+        state.lock_refused = true;
+        state.count(GGML_MOE_PREFETCH_COUNTER_ERRORS);
+        state.counters.values[GGML_MOE_PREFETCH_COUNTER_LAST_ERRNO] = (uint64_t) -result;
+        GGML_LOG_WARN("%s: locked %.0f MiB of always used weights, then: %s; raise the limit with `ulimit -l unlimited` "
+            "or set MOE_MADV_LOCK_MIB=%.0f\n", "ggml_moe_prefetch", held/1048576.0, strerror(-result), held/1048576.0);
+        return;
+    }
+    state.locked.push_back(range);
+    state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED] += range.size();
+}
+
+void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph, int i0, int i1) {
+    size_t n_hinted   = 0;
+    size_t n_resident = 0;
+    bool   lock_wanted;
+    const auto ranges = ggml_moe_always_used(cgraph, i0, i1);
+    {
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+        lock_wanted = state.params.lock_bytes > 0 && !state.lock_refused;
+        for (const ggml_moe_range & range : ranges) {
+            if (const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range)) {
+                n_hinted += ggml_moe_hint_range(state, os, range, *mapping, n_resident);
+            }
+        }
+    }
+    state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_ALWAYS, n_hinted);
+    ggml_moe_saw(state, n_hinted);
+    if (lock_wanted) {
+        for (const ggml_moe_range & range : ranges) {
+            ggml_moe_lock(state, os, range);
+        }
+    }
+}
+
+// one thread, started by the first range
+void ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group) {
+    uint64_t n_bytes = 0;
+    for (const ggml_tensor * node : group.nodes) {
+        n_bytes += ggml_nbytes(node->src[0]);
+    }
+    const uint64_t available = os.memory_available();
+    if (available != 0 && n_bytes > available/4) {
+        return; // it would push out what is in use
+    }
+
+    std::lock_guard<std::mutex> lock(state.queue_mutex);
+    for (const ggml_tensor * node : group.nodes) {
+        const ggml_moe_range range = ggml_moe_tensor_range(node->src[0]);
+        for (uintptr_t begin = range.begin; begin < range.end; begin += node->src[0]->nb[2]) {
+            state.queue.push_back({ begin, begin + node->src[0]->nb[2] });
+        }
+    }
+    if (!state.queue_running) {
+        state.queue_running = true;
+        std::thread([&state] {
+            std::unique_lock<std::mutex> queue_lock(state.queue_mutex);
+            for (;;) {
+                state.queue_filled.wait(queue_lock, [&] { return !state.queue.empty(); });
+                const ggml_moe_range range = state.queue.front();
+                state.queue.pop_front();
+                queue_lock.unlock();
+                {
+                    std::shared_lock<std::shared_mutex> lock(state.mutex);
+                    size_t n_resident = 0;
+                    if (const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range)) {
+                        ggml_moe_hint_range(state, *state.os.load(), range, *mapping, n_resident);
+                    }
+                    state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_RESIDENT, n_resident);
+                }
+                queue_lock.lock();
+            }
+        }).detach();
+    }
+    state.queue_filled.notify_one();
+}
+
+void ggml_moe_queue_drop(ggml_moe_prefetch_state & state) {
+    std::lock_guard<std::mutex> lock(state.queue_mutex);
+    state.queue.clear();
+}
+
+void ggml_moe_release(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group) {
+    std::shared_lock<std::shared_mutex> lock(state.mutex);
+    for (const ggml_tensor * node : group.nodes) {
+        const ggml_moe_range range = ggml_moe_range_inner(ggml_moe_tensor_range(node->src[0]), os.page_size);
+        if (ggml_moe_find_mapping(state, range)) {
+            state.check(os.advise_cold(range.begin, range.size()), "madvise(MADV_COLD)");
+        }
+    }
+}

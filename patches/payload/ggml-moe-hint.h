@@ -1,0 +1,30 @@
+#pragma once
+
+// Requests to the kernel for ranges of a mapping: to read, to keep, to let go.
+
+#include "ggml-moe-state.h"
+
+// the behaviour published as MoE-MADV: a whole slice in one request, whatever of it is in memory
+void ggml_moe_madv_slice(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_range slice);
+
+// a fault on an expert page must not drag in its neighbours, which belong to experts that nobody asked for
+void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group);
+
+// the slices of some experts in every matrix of a group; returns the bytes asked for
+size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group,
+    const std::vector<int32_t> & experts);
+
+// weights that nodes [i0, i1) are sure to read; locked too, within what the settings allow
+void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph, int i0, int i1);
+
+// Looking at pages costs as much as 1 % of a token when all are there. A page that has gone shows as a major fault of
+// this process, so once nothing was missing for two rounds of all layers, faults are counted instead of pages.
+bool ggml_moe_all_resident(ggml_moe_prefetch_state & state, const ggml_moe_os & os);
+void ggml_moe_saw(ggml_moe_prefetch_state & state, size_t n_absent);
+
+// all experts of a group, without holding up the caller: a request for a whole layer blocks until the disk has taken it
+void ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group);
+void ggml_moe_queue_drop(ggml_moe_prefetch_state & state);
+
+// a group's experts are the first to go
+void ggml_moe_release(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group);

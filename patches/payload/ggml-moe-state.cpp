@@ -1,0 +1,329 @@
+#include "ggml-moe-state.h"
+#include "ggml-moe-hint.h"
+#include "ggml-moe-prefetch-impl.h"
+
+#include <cerrno>
+#include <climits>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+
+#if !defined(_WIN32)
+#    include <pthread.h>
+#endif
+
+#define GGML_MOE_PREFETCH_VERSION "2"
+
+//
+// names
+//
+
+static const char * const GGML_MOE_PREFETCH_MODE_NAME[] = {
+    "off",
+    "madv",
+    "hint",
+    "overlap",
+    "cache",
+};
+
+static_assert(sizeof(GGML_MOE_PREFETCH_MODE_NAME)/sizeof(char *) == GGML_MOE_PREFETCH_MODE_COUNT, "a mode has no name");
+
+static const char * const GGML_MOE_PREFETCH_COUNTER_NAME[] = {
+    "mappings",
+    "load_skipped",
+    "groups",
+    "groups_early",
+    "slices",
+    "calls",
+    "bytes_hinted",
+    "bytes_resident",
+    "bytes_always",
+    "bytes_locked",
+    "cache_budget",
+    "experts_resident",
+    "experts_missed",
+    "experts_ahead",
+    "experts_overflow",
+    "evicted",
+    "reads",
+    "reads_in_time",
+    "reads_late",
+    "bytes_read",
+    "read_ns",
+    "wait_ns",
+    "errors",
+    "last_errno",
+    "ids_ignored",
+    "unmapped",
+    "hint_ns",
+};
+
+static_assert(sizeof(GGML_MOE_PREFETCH_COUNTER_NAME)/sizeof(char *) == GGML_MOE_PREFETCH_COUNTER_COUNT, "a counter has no name");
+
+//
+// settings
+//
+
+static bool ggml_moe_mode_by_name(const char * name, int32_t & mode) {
+    for (int i = 0; i < GGML_MOE_PREFETCH_MODE_COUNT; i++) {
+        if (strcmp(name, GGML_MOE_PREFETCH_MODE_NAME[i]) == 0) {
+            mode = i;
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool ggml_moe_params_valid(const ggml_moe_prefetch_params & params) {
+    return params.size == sizeof(params) &&
+        params.mode      >=  0 && params.mode      <  GGML_MOE_PREFETCH_MODE_COUNT &&
+        params.load      >= -1 && params.load      <= 1 &&
+        params.n_readers >=  0 && params.n_readers <= 64 &&
+        params.half_life >=  1 && params.half_life <= 1000000 &&
+        params.wide      >=  1 && params.wide      <= 101;
+}
+
+void ggml_moe_prefetch_default_params(struct ggml_moe_prefetch_params * params) {
+    *params = {
+        /*.size        =*/ sizeof(*params),
+        /*.mode        =*/ GGML_MOE_PREFETCH_MODE_OFF,
+        /*.load        =*/ -1,
+        /*.cache_bytes =*/ 0,
+        /*.lock_bytes  =*/ 0,
+        /*.n_readers   =*/ 0,
+        /*.half_life   =*/ 24,
+        /*.wide        =*/ 60,
+    };
+}
+
+// a value that is not understood leaves the default, with a warning
+static void ggml_moe_params_from_env(ggml_moe_prefetch_params & params) {
+    auto set = [&](const char * name, const std::function<bool(const char *, ggml_moe_prefetch_params &)> & parse) {
+        const char * text = getenv(name);
+        if (text == nullptr || text[0] == '\0') {
+            return;
+        }
+        ggml_moe_prefetch_params changed = params;
+        if (parse(text, changed) && ggml_moe_params_valid(changed)) {
+            params = changed;
+        } else {
+            GGML_LOG_WARN("%s: %s=%s is not understood and left out\n", "ggml_moe_prefetch", name, text);
+        }
+    };
+    auto number = [](const char * text, auto & value, uint64_t unit) {
+        char * end = nullptr;
+        errno = 0;
+        const unsigned long long n = strtoull(text, &end, 10);
+        if (end == text || *end != '\0' || text[0] == '-' || errno != 0 || n > INT_MAX) {
+            return false;
+        }
+        value = (std::remove_reference_t<decltype(value)>) (n*unit);
+        return true;
+    };
+    const uint64_t mib = 1024*1024;
+
+    set("MOE_MADV_MODE", [](const char * text, ggml_moe_prefetch_params & p) { return ggml_moe_mode_by_name(text, p.mode); });
+    set("MOE_MADV_LOAD", [](const char * text, ggml_moe_prefetch_params & p) {
+        p.load = strcmp(text, "on") == 0 ? 1 : strcmp(text, "off") == 0 ? 0 : strcmp(text, "auto") == 0 ? -1 : 2;
+        return true;
+    });
+    set("MOE_MADV_CACHE_MIB", [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.cache_bytes, mib); });
+    set("MOE_MADV_LOCK_MIB",  [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.lock_bytes,  mib); });
+    set("MOE_MADV_READERS",   [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.n_readers,     1); });
+    set("MOE_MADV_HALF_LIFE", [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.half_life,     1); });
+    set("MOE_MADV_WIDE",      [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.wide,          1); });
+}
+
+//
+// state
+//
+
+ggml_moe_prefetch_state::ggml_moe_prefetch_state() {
+    ggml_moe_prefetch_default_params(&params);
+    ggml_moe_params_from_env(params);
+    mode = params.mode;
+    wide = params.wide;
+}
+
+void ggml_moe_prefetch_state::check(int result, const char * what) {
+    if (result == 0) {
+        return;
+    }
+    count(GGML_MOE_PREFETCH_COUNTER_ERRORS);
+    counters.values[GGML_MOE_PREFETCH_COUNTER_LAST_ERRNO].store((uint64_t) -result, std::memory_order_relaxed);
+    if (!error_reported.exchange(true)) {
+        GGML_LOG_WARN("%s: %s failed: %s (further failures are only counted)\n", "ggml_moe_prefetch", what, strerror(-result));
+    }
+}
+
+// never destroyed: a model that outlives static destruction still unregisters its mappings
+ggml_moe_prefetch_state & ggml_moe_prefetch_get_state() {
+    static ggml_moe_prefetch_state * state = [] {
+        auto * s = new ggml_moe_prefetch_state;
+#if !defined(_WIN32)
+        // the threads that read do not follow into a child: it goes on with page faults
+        pthread_atfork(nullptr, nullptr, [] { ggml_moe_prefetch_get_state().mode = GGML_MOE_PREFETCH_MODE_OFF; });
+#endif
+        return s;
+    }();
+    return *state;
+}
+
+const ggml_moe_mapping * ggml_moe_find_mapping(const ggml_moe_prefetch_state & state, ggml_moe_range range) {
+    for (const auto & mapping : state.mappings) {
+        if (mapping.range.contains(range)) {
+            return &mapping;
+        }
+    }
+    return nullptr;
+}
+
+ggml_moe_layer_stats & ggml_moe_layer_of(ggml_moe_prefetch_state & state, const ggml_moe_group & group) {
+    const uintptr_t begin = (uintptr_t) group.weights(0)->data;
+    {
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+        const auto it = state.layer_index.find(begin);
+        if (it != state.layer_index.end()) {
+            return state.layers[it->second];
+        }
+    }
+    std::unique_lock<std::shared_mutex> lock(state.mutex);
+    const auto it = state.layer_index.find(begin);
+    if (it != state.layer_index.end()) {
+        return state.layers[it->second];
+    }
+    state.layer_index[begin] = state.layers.size();
+    state.layers.emplace_back();
+    state.n_layers = state.layers.size();
+    memcpy(state.layers.back().name, group.weights(0)->name, sizeof(state.layers.back().name));
+    return state.layers.back();
+}
+
+//
+// control
+//
+
+const char * ggml_moe_prefetch_version(void) {
+    return GGML_MOE_PREFETCH_VERSION;
+}
+
+void ggml_moe_prefetch_get_params(struct ggml_moe_prefetch_params * params) {
+    ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
+    std::shared_lock<std::shared_mutex> lock(state.mutex);
+    *params = state.params;
+}
+
+bool ggml_moe_prefetch_set_params(const struct ggml_moe_prefetch_params * params) {
+    if (!ggml_moe_params_valid(*params)) {
+        return false;
+    }
+    ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
+
+    ggml_moe_queue_drop(state);
+    std::shared_ptr<ggml_moe_cache> cache;
+    {
+        std::unique_lock<std::shared_mutex> lock(state.mutex);
+        const ggml_moe_os & os = *state.os.load();
+        if (params->mode < GGML_MOE_PREFETCH_MODE_HINT) {
+            for (const ggml_moe_range & range : state.random) {
+                state.check(os.advise_normal(range.begin, range.size()), "madvise(MADV_NORMAL)");
+            }
+            state.random.clear();
+        }
+        if (params->mode < GGML_MOE_PREFETCH_MODE_OVERLAP || params->lock_bytes == 0) {
+            for (const ggml_moe_range & range : state.locked) {
+                state.check(os.unlock(range.begin, range.size()), "munlock");
+            }
+            state.locked.clear();
+            state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED] = 0;
+        }
+        if (params->mode != GGML_MOE_PREFETCH_MODE_CACHE) {
+            cache = std::move(state.cache); // selections under way keep it until they end
+            state.cache.reset();
+            state.cache_needed = false;
+            state.uncached.clear();
+            state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = 0;
+        }
+        state.budget_ns = 0;
+        state.n_clean   = 0;
+        state.params    = *params;
+        state.wide      = params->wide;
+        state.mode      = params->mode;
+    }
+    return true;
+}
+
+bool ggml_moe_prefetch_set_mode(enum ggml_moe_prefetch_mode mode) {
+    ggml_moe_prefetch_params params;
+    ggml_moe_prefetch_get_params(&params);
+    params.mode = mode;
+    return ggml_moe_prefetch_set_params(&params);
+}
+
+enum ggml_moe_prefetch_mode ggml_moe_prefetch_get_mode(void) {
+    return (enum ggml_moe_prefetch_mode) ggml_moe_prefetch_get_state().mode.load();
+}
+
+const char * ggml_moe_prefetch_mode_name(enum ggml_moe_prefetch_mode mode) {
+    return (int) mode < 0 || mode >= GGML_MOE_PREFETCH_MODE_COUNT ? nullptr : GGML_MOE_PREFETCH_MODE_NAME[mode];
+}
+
+int ggml_moe_prefetch_counter_count(void) {
+    return GGML_MOE_PREFETCH_COUNTER_COUNT;
+}
+
+const char * ggml_moe_prefetch_counter_name(int counter) {
+    return counter < 0 || counter >= GGML_MOE_PREFETCH_COUNTER_COUNT ? nullptr : GGML_MOE_PREFETCH_COUNTER_NAME[counter];
+}
+
+uint64_t ggml_moe_prefetch_counter_value(int counter) {
+    return counter < 0 || counter >= GGML_MOE_PREFETCH_COUNTER_COUNT ? 0 : ggml_moe_prefetch_get_state().counters.values[counter].load();
+}
+
+void ggml_moe_prefetch_counter_reset(void) {
+    ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
+    for (int i = 0; i < GGML_MOE_PREFETCH_COUNTER_COUNT; i++) {
+        if (i != GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED && i != GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET) {
+            state.counters.values[i].store(0);
+        }
+    }
+    std::unique_lock<std::shared_mutex> lock(state.mutex);
+    for (ggml_moe_layer_stats & layer : state.layers) {
+        for (auto * value : { &layer.n_selections, &layer.n_experts, &layer.n_missed, &layer.bytes, &layer.n_late,
+                &layer.n_in_time, &layer.hint_ns, &layer.wait_ns, &layer.read_ns, &layer.total_ns }) {
+            value->store(0);
+        }
+    }
+}
+
+int ggml_moe_prefetch_layer_count(void) {
+    ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
+    std::shared_lock<std::shared_mutex> lock(state.mutex);
+    return (int) state.layers.size();
+}
+
+bool ggml_moe_prefetch_layer_get(int i, struct ggml_moe_prefetch_layer * layer) {
+    ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
+    std::shared_lock<std::shared_mutex> lock(state.mutex);
+    if (i < 0 || (size_t) i >= state.layers.size()) {
+        return false;
+    }
+    const ggml_moe_layer_stats & stats = state.layers[i];
+    *layer = {};
+    memcpy(layer->name, stats.name, sizeof(layer->name));
+    layer->n_selections = stats.n_selections;
+    layer->n_experts    = stats.n_experts;
+    layer->n_missed     = stats.n_missed;
+    layer->bytes        = stats.bytes;
+    layer->n_late       = stats.n_late;
+    layer->n_in_time    = stats.n_in_time;
+    layer->hint_ns      = stats.hint_ns;
+    layer->wait_ns      = stats.wait_ns;
+    layer->read_ns      = stats.read_ns;
+    layer->total_ns     = stats.total_ns;
+    return true;
+}
+
+void ggml_moe_prefetch_set_os(const ggml_moe_os * os) {
+    ggml_moe_prefetch_get_state().os.store(os ? os : ggml_moe_os_native());
+}

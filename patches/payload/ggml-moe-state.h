@@ -1,0 +1,101 @@
+#pragma once
+
+// What the hooks share: settings, counters, mappings, layers. One object for the process.
+
+#include "ggml-moe-cache.h"
+#include "ggml-moe-graph.h"
+#include "ggml-moe-os.h"
+#include "ggml-moe-prefetch.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+// a direct handle that closes with the last mapping that uses it
+struct ggml_moe_file {
+    const ggml_moe_os & os;
+    intptr_t            handle = -1;
+    int                 error  = 0;
+
+    ggml_moe_file(const ggml_moe_os & os, int fd) : os(os) { error = os.direct_open(fd, &handle); }
+    ~ggml_moe_file() {
+        if (error == 0) {
+            os.direct_close(handle);
+        }
+    }
+};
+
+struct ggml_moe_mapping {
+    ggml_moe_range                       range;
+    uintptr_t                            base;   // address of the file's first byte
+    size_t                               window; // bytes of one willneed request
+    bool                                 resident_known;
+    std::shared_ptr<const ggml_moe_file> file;
+};
+
+// a selection in the cache, as the threads of its matmuls see it
+struct ggml_moe_plan : ggml_moe_cache_plan {
+    std::shared_ptr<ggml_moe_cache> cache;
+};
+
+struct ggml_moe_prefetch_state {
+    std::atomic<int>   mode{GGML_MOE_PREFETCH_MODE_OFF};
+    ggml_moe_counters  counters;
+    std::atomic<int>   wide{100}; // as in the settings, for those who hold no lock
+    std::atomic<bool>  error_reported{false};
+
+    std::atomic<const ggml_moe_os *> os{ggml_moe_os_native()};
+
+    // held shared while requests are made, so that no mapping goes away under them
+    std::shared_mutex                         mutex;
+    ggml_moe_prefetch_params                  params;
+    std::vector<ggml_moe_mapping>             mappings;
+    std::vector<ggml_moe_range>               random; // what has been advised random, to be undone when the mode changes
+    std::vector<ggml_moe_range>               locked;
+    std::unordered_set<uintptr_t>             always; // begin of always used weights seen so far
+    uint64_t                                  bytes_always = 0;
+    std::unordered_map<uintptr_t, size_t>     layer_index; // by the begin of the first matrix
+    std::deque<ggml_moe_layer_stats>          layers;
+    std::atomic<size_t>                       n_layers{0};
+    bool                                      lock_refused = false;
+    std::shared_ptr<ggml_moe_cache>           cache;
+    std::unordered_set<uintptr_t>             uncached;    // layers that the cache cannot serve, by the begin of the first matrix
+    bool                                      cache_needed = false; // whether there is less memory than experts
+    uint64_t                                  budget_ns    = 0;     // when the budget was looked at
+
+    // after some tokens in which every page was there, a major fault is awaited before pages are looked at again
+    std::atomic<uint64_t> faults{0};
+    std::atomic<uint64_t> n_clean{0};
+
+    std::shared_mutex            plans_mutex;
+    std::vector<ggml_moe_plan *> plans;
+
+    // overlap: ranges for which to start reads without holding up a compute thread
+    std::mutex                 queue_mutex;
+    std::condition_variable    queue_filled;
+    std::deque<ggml_moe_range> queue;
+    bool                       queue_running = false;
+
+    ggml_moe_prefetch_state(); // settings from the environment
+
+    void count(enum ggml_moe_prefetch_counter counter, uint64_t n = 1) {
+        counters.add(counter, n);
+    }
+
+    // counts a request that failed and reports the first of them
+    void check(int result, const char * what);
+};
+
+ggml_moe_prefetch_state & ggml_moe_prefetch_get_state();
+
+// with the state's mutex held: the mapping that holds the range, or NULL
+const ggml_moe_mapping * ggml_moe_find_mapping(const ggml_moe_prefetch_state & state, ggml_moe_range range);
+
+// the times of a group's layer, made when it is seen first
+ggml_moe_layer_stats & ggml_moe_layer_of(ggml_moe_prefetch_state & state, const ggml_moe_group & group);
