@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -10,9 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from toolkit.build import cpuflags, toolchain
-from toolkit.build.backends import BACKENDS, Backend, get_backend
+from toolkit.build.backends import BACKENDS, backend_of_label, get_backend
+from toolkit.build.gpuarch import for_architectures
+from toolkit.build.levels import LEVELS, portable
 from toolkit.build.toolchain import preflight
 from toolkit.errors import BuildError, MachineError
 
@@ -40,12 +44,19 @@ def compilers(folder: Path) -> None:
         program(folder, name, f"{name} 1.2.3")
 
 
-@pytest.mark.parametrize("backend", BACKENDS.values(), ids=lambda b: b.name)
-def test_labels_and_options_are_legal(backend: Backend) -> None:
-    # PEP 440 local version segment, also within the alphabet of PEP 825.
-    assert re.fullmatch(r"[a-z0-9]{1,10}", backend.label)
-    assert all(re.fullmatch(r"[A-Z0-9_]+", name) for name in backend.defines)
+@pytest.mark.parametrize("name", [*BACKENDS, "cuda+rpc", "vulkan+rpc", "hip+rpc", "metal+rpc"])
+def test_labels_and_options_are_legal(name: str) -> None:
+    backend = get_backend(name)
+    for level in ("", *(f".{level.label}" for level in LEVELS.values())):
+        label = backend.label.format(nvcc="130", hipcc="64") + level
+        # PEP 440 local version label, and within the alphabet and the 16 characters of PEP 825.
+        assert re.fullmatch(r"[a-z0-9]+(\.[a-z0-9]+)*", label)
+        assert len(label) <= 16
+        assert str(Version(f"0.3.36+moe1.{label}").local) == f"moe1.{label}"
+    assert all(re.fullmatch(r"[A-Z0-9_]+", define) for define in backend.defines)
     assert all(value for value in backend.defines.values())
+    assert all(tool.executables or tool.files for tool in backend.tools)
+    assert all(tool.apt or tool.package or tool.elsewhere for tool in backend.tools)
 
 
 def test_the_cpu_backend_uses_this_machine_and_one_file_per_library() -> None:
@@ -56,8 +67,66 @@ def test_the_cpu_backend_uses_this_machine_and_one_file_per_library() -> None:
 
 
 def test_an_unknown_backend_names_the_known_ones() -> None:
-    with pytest.raises(BuildError, match=r"'hip'.*known: cpu"):
-        get_backend("hip")
+    with pytest.raises(BuildError, match="'opencl'") as e:
+        get_backend("rpc+opencl")
+    assert "cpu, cuda, vulkan, metal, hip, rpc" in (e.value.hint or "")
+
+
+def test_backends_join_in_one_order_and_cpu_is_in_each() -> None:
+    both = get_backend("rpc+cuda")
+    assert both == get_backend("cuda+rpc") == get_backend("cpu+cuda+rpc")
+    assert (both.name, both.label) == ("cuda+rpc", "cuda{nvcc}.rpc")
+    assert both.libraries == ("llama", "ggml", "ggml-base", "ggml-cpu", "ggml-cuda", "ggml-rpc")
+    assert both.registers == ("CPU", "CUDA", "RPC")
+    assert both.defines == {**BACKENDS["cpu"].defines, **BACKENDS["cuda"].defines, **BACKENDS["rpc"].defines}
+    assert get_backend("cpu+rpc") == get_backend("rpc")
+    assert get_backend("rpc").name == "rpc"
+    assert get_backend("cpu") == BACKENDS["cpu"]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("cuda+hip", "one wheel"), ("cuda+metal", "no system has both")])
+def test_backends_that_exclude_each_other_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(BuildError, match=reason):
+        get_backend(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "system", "possible"),
+    [
+        ("cpu", "Linux", True),
+        ("rpc", "Linux", True),
+        ("metal", "Darwin", True),
+        ("metal+rpc", "Darwin", True),
+        ("metal", "Linux", False),
+        ("cpu", "Darwin", False),
+        ("rpc", "Darwin", False),
+        ("cuda", "Darwin", False),
+    ],
+)
+def test_a_backend_is_refused_where_no_build_can_give_it(name: str, system: str, possible: bool) -> None:
+    if possible:
+        toolchain.require_system(get_backend(name), system)
+        return
+    with pytest.raises(MachineError, match="cannot be built on") as e:
+        toolchain.require_system(get_backend(name), system)
+    assert ("macOS" if name == "metal" else "metal") in (e.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [
+        ("moe1.cpu", "cpu"),
+        ("moe1.cuda130", "cuda"),
+        ("base.cuda130.rpc.v3", "cuda+rpc"),
+        ("cu124", "cuda"),
+        ("rocm72", "hip"),
+        ("basic", None),
+        (None, None),
+    ],
+)
+def test_a_label_tells_its_backend(label: str | None, expected: str | None) -> None:
+    found = backend_of_label(label)
+    assert (found.name if found else None) == expected
 
 
 def test_all_missing_tools_are_in_one_report(bin_dir: Path, tmp_path: Path) -> None:
@@ -180,6 +249,152 @@ def test_a_compiler_that_does_not_answer_is_refused(bin_dir: Path, tmp_path: Pat
         preflight(get_backend("cpu"), tmp_path, {"PATH": str(bin_dir)})
     assert e.value.where == str(bin_dir / "cc")
     assert "CC=gcc" in (e.value.hint or "")
+
+
+def nvcc(folder: Path, release: str, known: str) -> Path:
+    """An nvcc that knows these architectures, worded as that of CUDA 13.0."""
+    path = folder / "nvcc"
+    path.write_text(
+        f"""#!/bin/sh
+case "$1" in
+--list-gpu-arch) for arch in {known}; do echo "compute_$arch"; done ;;
+*) echo "Copyright (c) 2005-2025 NVIDIA Corporation"
+   echo "Cuda compilation tools, release {release}, V{release}.88" ;;
+esac
+""",
+        encoding="utf-8",
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_cuda_without_its_compiler_says_what_to_install(bin_dir: Path, tmp_path: Path) -> None:
+    compilers(bin_dir)
+    with pytest.raises(MachineError, match=r"cannot build the cuda backend, missing: .*nvcc") as e:
+        preflight(get_backend("cuda"), tmp_path, {"PATH": str(bin_dir)})
+    assert "install the whole CUDA toolkit" in (e.value.hint or "")
+
+
+def test_a_toolkit_with_parts_missing_names_them(
+    bin_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "_PREFIXES", ())
+    compilers(bin_dir)
+    nvcc(bin_dir, "13.0", "90")
+    with pytest.raises(MachineError, match=r"missing: .*cuBLAS, CUDA driver stub"):
+        preflight(get_backend("cuda"), tmp_path, {"PATH": str(bin_dir)})
+    cuda_parts(tmp_path / "elsewhere")
+    environ = {"PATH": str(bin_dir), "CMAKE_ARGS": f"-DX=1 -DCUDAToolkit_ROOT={tmp_path / 'elsewhere'}"}
+    assert "nvcc" in preflight(get_backend("cuda"), tmp_path, environ).programs
+    cuda_parts(tmp_path)
+    assert "nvcc" in preflight(get_backend("cuda"), tmp_path, {"PATH": str(bin_dir)}).programs
+
+
+def cuda_parts(prefix: Path) -> None:
+    """The libraries beside a bin folder, as in NVIDIA's toolkit."""
+    for file in ("lib64/libcublas.so", "lib64/stubs/libcuda.so"):
+        (prefix / file).parent.mkdir(parents=True, exist_ok=True)
+        (prefix / file).touch()
+
+
+def test_an_old_nvcc_counts_as_missing(bin_dir: Path, tmp_path: Path) -> None:
+    compilers(bin_dir)
+    old = nvcc(bin_dir, "11.2", "80")
+    with pytest.raises(MachineError, match=re.escape(f"nvcc 11.7 or newer ({old} is 11.2)")):
+        preflight(get_backend("cuda"), tmp_path, {"PATH": str(bin_dir)})
+
+
+def test_the_version_of_nvcc_is_in_the_label_and_in_the_key(bin_dir: Path, tmp_path: Path) -> None:
+    compilers(bin_dir)
+    nvcc(bin_dir, "13.0", "90")
+    cuda_parts(tmp_path)
+    backend = get_backend("cuda+rpc")
+    found = preflight(backend, tmp_path, {"PATH": str(bin_dir)})
+    assert toolchain.label(backend, found) == "cuda130.rpc"
+    assert found.compiler.endswith("; nvcc 13.0")
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [(["90"], "90"), (["80;90"], "80;90"), (["80", "90", "80"], "80;90"), (["90-real", "100a"], "90-real;100a")],
+)
+def test_gpu_architectures_become_one_define(bin_dir: Path, asked: list[str], expected: str) -> None:
+    programs = {"nvcc": nvcc(bin_dir, "13.0", "80 90 100")}
+    assert for_architectures(get_backend("cuda"), asked, programs).defines["CMAKE_CUDA_ARCHITECTURES"] == expected
+
+
+def test_an_architecture_the_compiler_does_not_know_is_refused_before_the_build(bin_dir: Path) -> None:
+    programs = {"nvcc": nvcc(bin_dir, "11.7", "70 80 86")}
+    with pytest.raises(MachineError, match=r"nvcc cannot make code for 120 \(it knows 70, 80, 86\)"):
+        for_architectures(get_backend("cuda"), ["120"], programs)
+    with pytest.raises(BuildError, match="'native' is not a GPU architecture"):
+        for_architectures(get_backend("cuda"), ["native"], programs)
+
+
+def test_without_a_gpu_the_architecture_has_to_be_named(bin_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = {"nvcc": nvcc(bin_dir, "13.0", "90")}
+    monkeypatch.setenv("PATH", f"{bin_dir}{os.pathsep}/bin")
+    with pytest.raises(MachineError, match="no GPU of this machine") as e:
+        for_architectures(get_backend("cuda"), [], programs)
+    assert e.value.hint == "name the GPUs it shall run on: moe-madv build --backend cuda --gpu-arch 90"
+    # what nvidia-smi prints without a driver
+    program(bin_dir, "nvidia-smi", "NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.")
+    with pytest.raises(MachineError, match="no GPU of this machine"):
+        for_architectures(get_backend("cuda"), [], programs)
+    program(bin_dir, "nvidia-smi", "9.0\n9.0")
+    assert for_architectures(get_backend("cuda"), [], programs).defines["CMAKE_CUDA_ARCHITECTURES"] == "90"
+
+
+def test_backends_without_gpu_code_take_no_architecture() -> None:
+    assert for_architectures(get_backend("rpc"), [], {}) == get_backend("rpc")
+    with pytest.raises(BuildError, match="the cpu backend has no GPU architectures"):
+        for_architectures(get_backend("cpu"), ["90"], {})
+
+
+def test_hip_takes_its_own_names() -> None:
+    assert for_architectures(get_backend("hip"), ["gfx1100", "gfx90a:xnack-"], {}).defines["GPU_TARGETS"] == (
+        "gfx1100;gfx90a:xnack-"
+    )
+
+
+def test_all_that_vulkan_lacks_is_in_one_report(bin_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "_PREFIXES", ())
+    compilers(bin_dir)
+    sdk = tmp_path / "sdk"
+    environ = {"PATH": str(bin_dir), "VULKAN_SDK": str(sdk)}
+    with pytest.raises(MachineError) as e:
+        preflight(get_backend("vulkan"), tmp_path, environ)
+    assert "glslc, Vulkan headers, Vulkan loader, SPIR-V headers" in e.value.what
+    assert "apt-get install -y cmake ninja-build glslc libvulkan-dev spirv-headers" in (e.value.hint or "")
+    program(bin_dir, "glslc", "shaderc v2023.2")
+    for file in (
+        "include/vulkan/vulkan.h",
+        "lib/libvulkan.so",
+        "share/cmake/SPIRV-Headers/SPIRV-HeadersConfig.cmake",
+    ):
+        (sdk / file).parent.mkdir(parents=True, exist_ok=True)
+        (sdk / file).touch()
+    assert preflight(get_backend("vulkan"), tmp_path, environ).install == ("cmake", "ninja")
+
+
+def test_a_portable_wheel_names_its_instructions_and_says_so_in_the_label() -> None:
+    backend = portable(get_backend("cpu"), "x86-64-v3", "x86_64")
+    assert backend.label == "cpu.v3"
+    on = {name for name, value in backend.defines.items() if value == "ON" and name.startswith("GGML_")}
+    assert on == {"GGML_SSE42", "GGML_AVX", "GGML_AVX2", "GGML_BMI2", "GGML_FMA", "GGML_F16C"}
+    assert backend.defines["GGML_NATIVE"] == backend.defines["GGML_AVX512"] == "OFF"
+    assert portable(get_backend("cpu"), "armv8-a", "arm64").defines["GGML_CPU_ARM_ARCH"] == "armv8-a"
+    # each level has what the one below has
+    order = [LEVELS[name].defines for name in ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4")]
+    sets = [{name for name, value in defines.items() if value == "ON"} for defines in order]
+    assert sets[0] == set()
+    assert all(lower < upper for lower, upper in itertools.pairwise(sets))
+
+
+def test_a_level_of_another_processor_is_refused_with_those_of_this_one() -> None:
+    with pytest.raises(BuildError, match="no portable level 'x86-64-v3' for aarch64") as e:
+        portable(get_backend("cpu"), "x86-64-v3", "aarch64")
+    assert e.value.hint == "use one of armv8-a, armv8.2-a+dotprod+fp16"
 
 
 def test_processor_flags_are_read_and_compared(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_version_without_a_pin_says_how_to_add_one(tmp_path: Path) -> None:
     with pytest.raises(PinError, match=r"2\.0 is not pinned \(pinned: 1\)") as e:
         load_pin(path, binding="2.0")
     assert e.value.hint is not None
-    assert all(word in e.value.hint for word in ('pin."2.0"', "sdist_sha256", "commit"))
+    assert all(word in e.value.hint for word in ("port 2.0 --write", 'pin."2.0"', "sdist_sha256", "commit"))
 
 
 # The sdist

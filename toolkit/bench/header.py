@@ -53,6 +53,7 @@ def make(
             "n_threads": conditions.n_threads,
             "n_batch": conditions.n_batch,
             "n_ubatch": conditions.n_ubatch,
+            "n_gpu_layers": conditions.n_gpu_layers,
             "budget_bytes": conditions.budget_bytes,
             "budget_method": "none" if conditions.budget_bytes is None else method,
             "cold": conditions.cold,
@@ -68,6 +69,7 @@ def make(
                 "payload": arm.payload,
                 "mode": arm.mode,
                 "env": arm.env,
+                **({"rpc": list(arm.rpc)} if arm.rpc else {}),
             }
             for arm in arms
         },

@@ -42,6 +42,8 @@ def job_of(layout: ModelLayout, conditions: Conditions, n_tokens: int) -> dict[s
         "n_batch": conditions.n_batch,
         "n_ubatch": conditions.n_ubatch,
         "n_threads": conditions.n_threads,
+        "n_gpu_layers": conditions.n_gpu_layers,
+        "timeline": conditions.timeline,
     }
 
 
@@ -52,6 +54,7 @@ def launch(arm: Arm, job: dict[str, Any], budget: Budget, on_test: Callable[[str
     under another limit than asked for: a row of such a run would be filed under the wrong name.
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | arm.env
+    job = {**job, "rpc": list(arm.rpc)}
     loaded: dict[str, Any] | None = None
     tests: list[dict[str, Any]] = []
     tokens: tuple[int, ...] = ()
@@ -78,7 +81,7 @@ def launch(arm: Arm, job: dict[str, Any], budget: Budget, on_test: Callable[[str
                 if event == "loaded":
                     loaded = row
                     effective = budget.effective(process.pid) if budget.method != "none" else None
-                    _require_arm(arm, row)
+                    _require_arm(arm, job, row)
                     _require_budget(arm, budget, effective)
                 elif event == "test":
                     tests.append(row)
@@ -104,7 +107,7 @@ def launch(arm: Arm, job: dict[str, Any], budget: Budget, on_test: Callable[[str
     )
 
 
-def _require_arm(arm: Arm, loaded: dict[str, Any]) -> None:
+def _require_arm(arm: Arm, job: dict[str, Any], loaded: dict[str, Any]) -> None:
     for what, wanted in (("payload", arm.payload), ("mode", arm.mode)):
         if loaded[what] != wanted:
             raise BenchError(
@@ -112,12 +115,28 @@ def _require_arm(arm: Arm, loaded: dict[str, Any]) -> None:
                 where=loaded["libraries"],
                 hint="build its wheel again: moe-madv build --backend cpu --arm both",
             )
-    unmapped = [name for name in loaded["buffers"] if not name.endswith("_Mapped")]
-    if unmapped or not loaded["buffers"]:
+    # a server's buffer is named RPC0[HOST:PORT]
+    remote = [name for name in loaded["buffers"] if any(name.endswith(f"[{endpoint}]") for endpoint in arm.rpc)]
+    if idle := [endpoint for endpoint in arm.rpc if not any(name.endswith(f"[{endpoint}]") for name in remote)]:
+        raise BenchError(
+            f"arm {arm.name} put no weights on {', '.join(idle)}",
+            where=loaded["libraries"],
+            hint="name fewer servers, or look whether they have memory: moe-madv rpc check HOST:PORT",
+        )
+    on_gpu = job.get("n_gpu_layers", 0) > 0  # then only the experts have to be mapped
+    mapped = [name for name in loaded["buffers"] if name.endswith("_Mapped")]
+    unmapped = [name for name in loaded["buffers"] if name not in (*mapped, *remote)]
+    if (unmapped and not on_gpu) or not (mapped or remote):
         raise BenchError(
             f"arm {arm.name} has weights in {', '.join(unmapped) or 'no known buffer'}, outside of the file mapping",
             where=loaded["libraries"],
             hint="use a wheel whose CPU backend neither repacks nor copies weights",
+        )
+    if on_gpu and not unmapped:
+        raise BenchError(
+            f"arm {arm.name} put no layer on a GPU",
+            where=loaded["libraries"],
+            hint="use a wheel of a GPU backend on a machine that has one: moe-madv build --backend cuda --arm both",
         )
 
 

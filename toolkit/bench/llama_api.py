@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,16 @@ class _Tensor(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("name", ctypes.c_char * GGML_MAX_NAME),
         ("extra", ctypes.c_void_p),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    """struct ggml_moe_prefetch_layer of ggml-moe-prefetch.h."""
+
+    _fields_ = [
+        ("name", ctypes.c_char * GGML_MAX_NAME),
+        *((name, ctypes.c_uint64) for name in ("n_selections", "n_experts", "n_missed", "bytes", "n_late")),
+        *((name, ctypes.c_uint64) for name in ("n_in_time", "hint_ns", "wait_ns", "read_ns", "total_ns")),
     ]
 
 
@@ -112,6 +122,37 @@ class Payload:
             for i in range(lib.ggml_moe_prefetch_counter_count())
         }
 
+    def layers(self) -> list[dict[str, Any]] | None:
+        """Where the time of each layer went since the last reset, in the order the layers run; times in ms, sums.
+
+        `wait_ms`: the announcing thread waited for reads; `hint_ms`: it asked for them; `read_ms`: from the
+        announcement to the end of the last read; `compute_ms`: the rest until the next layer's announcement, so the
+        next layer's attention is in it. None for a payload that does not keep them.
+        """
+        if not self.present or not hasattr(self._lib, "ggml_moe_prefetch_layer_get"):
+            return None
+        found: list[dict[str, Any]] = []
+        layer = _Layer()
+        while self._lib.ggml_moe_prefetch_layer_get(len(found), ctypes.byref(layer)):
+            compute_ns = max(0, layer.total_ns - layer.wait_ns - layer.hint_ns)
+            found.append(
+                {
+                    "layer": len(found),
+                    "name": layer.name.decode(),
+                    "selections": layer.n_selections,
+                    "experts": layer.n_experts,
+                    "missed": layer.n_missed,
+                    "bytes": layer.bytes,
+                    "late": layer.n_late,
+                    "in_time": layer.n_in_time,
+                    "hint_ms": layer.hint_ns / 1e6,
+                    "wait_ms": layer.wait_ns / 1e6,
+                    "read_ms": layer.read_ns / 1e6,
+                    "compute_ms": compute_ns / 1e6,
+                }
+            )
+        return found
+
     def reset(self) -> None:
         if self.present:
             self._lib.ggml_moe_prefetch_counter_reset()
@@ -130,11 +171,82 @@ def capture_log(sink: Callable[[str], None]) -> object:
 
 def _set(params: Any, name: str, value: Any) -> None:
     # a ctypes struct takes any attribute without a word
-    if name not in {field for field, *_ in params._fields_}:
+    if name not in _fields(params):
         raise LlamaError(f"{type(params).__name__} of this binding has no field {name}")
     setattr(params, name, value)
     if getattr(params, name) != value:
         raise LlamaError(f"{type(params).__name__}.{name} is {getattr(params, name)!r}, asked for {value!r}")
+
+
+def _fields(params: Any) -> set[str]:
+    return {name for name, *_ in params._fields_}
+
+
+def load_mapped(model_params: Any) -> None:
+    """The model stays in its mapping: loaded by mmap, and not repacked into anonymous memory."""
+    if "load_mode" in _fields(model_params):  # since 2026-07-23
+        _set(model_params, "load_mode", llama_cpp.LLAMA_LOAD_MODE_MMAP)
+    else:
+        _set(model_params, "use_mmap", True)
+        _set(model_params, "use_mlock", False)
+        if "use_direct_io" in _fields(model_params):  # early 2026; it takes precedence over use_mmap
+            _set(model_params, "use_direct_io", False)
+    if "use_extra_bufts" in _fields(model_params):  # since 2025-07
+        _set(model_params, "use_extra_bufts", False)
+
+
+def without_flash_attention(context_params: Any) -> None:
+    if "flash_attn_type" in _fields(context_params):  # since 2025-08-30
+        _set(context_params, "flash_attn_type", 0)  # LLAMA_FLASH_ATTN_TYPE_DISABLED
+    else:
+        _set(context_params, "flash_attn", False)
+
+
+class _Override(ctypes.Structure):
+    """struct llama_model_tensor_buft_override of llama.h."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buft", ctypes.c_void_p)]
+
+
+_EXPERTS = rb"\.ffn_(gate|up|down|gate_up)_(ch)?exps"  # names that llama.cpp's own --cpu-moe keeps on the CPU
+
+
+def experts_on_cpu(model_params: Any) -> object:
+    """Keep expert weights in the mapping while layers go to a GPU; the caller keeps the result alive."""
+    lib = _ggml_base() if os.name != "nt" else ctypes.CDLL(str(library_dir() / "ggml-base.dll"))
+    lib.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+    overrides = (_Override * 2)(_Override(_EXPERTS, lib.ggml_backend_cpu_buffer_type()))  # ended by nulls
+    _set(model_params, "tensor_buft_overrides", ctypes.addressof(overrides))
+    return overrides
+
+
+def rpc_devices(endpoints: Sequence[str]) -> list[int]:
+    """Handles of the devices of RPC servers, HOST:PORT each, in this order.
+
+    Greet the servers first: llama.cpp ends the process at one that does not answer or speaks another version.
+    """
+    lib = _ggml_base() if os.name != "nt" else ctypes.CDLL(str(library_dir() / "ggml.dll"))
+    for name, result, args in (
+        ("reg_by_name", ctypes.c_void_p, [ctypes.c_char_p]),
+        ("reg_get_proc_address", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]),
+        ("reg_dev_count", ctypes.c_size_t, [ctypes.c_void_p]),
+        ("reg_dev_get", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]),
+    ):
+        function = getattr(lib, f"ggml_backend_{name}")
+        function.restype, function.argtypes = result, args
+    registry = lib.ggml_backend_reg_by_name(b"RPC")
+    if not registry:
+        raise LlamaError("this build has no RPC backend")
+    address = lib.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_rpc_add_server")
+    add_server = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(address)
+    devices: list[int] = []
+    for endpoint in endpoints:
+        server = add_server(endpoint.encode())
+        if not server:
+            raise LlamaError(f"the RPC server {endpoint} offers no device")
+        count = lib.ggml_backend_reg_dev_count(server)
+        devices += [lib.ggml_backend_reg_dev_get(server, i) for i in range(count)]
+    return devices
 
 
 def _check_layout(model_params: Any, context_params: Any) -> None:
@@ -150,33 +262,44 @@ def _check_layout(model_params: Any, context_params: Any) -> None:
 
 
 class Session:
-    """One model, mapped and not repacked, with one context of one sequence."""
+    """One model, mapped and not repacked, with one context of one sequence.
+
+    With `n_gpu_layers`, the last layers without their experts are on GPUs. With `rpc`, every layer is on these
+    servers; the mapping here is read to send them their weights.
+    """
 
     def __init__(
-        self, model: str, *, n_ctx: int, n_batch: int, n_ubatch: int, n_threads: int, trace: bool = False
+        self,
+        model: str,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        n_ubatch: int,
+        n_threads: int,
+        n_gpu_layers: int = 0,
+        trace: bool = False,
+        rpc: Sequence[str] = (),
     ) -> None:
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         context_params = llama_cpp.llama_context_default_params()
         _check_layout(model_params, context_params)
 
-        fields = {name for name, *_ in model_params._fields_}
-        _set(model_params, "n_gpu_layers", 0)
-        if "load_mode" in fields:  # since 2026-07-23
-            _set(model_params, "load_mode", llama_cpp.LLAMA_LOAD_MODE_MMAP)
-        else:
-            _set(model_params, "use_mmap", True)
-            _set(model_params, "use_mlock", False)
-        if "use_extra_bufts" in fields:
-            # repacking would copy the experts out of the mapping into anonymous memory
-            _set(model_params, "use_extra_bufts", False)
+        _set(model_params, "n_gpu_layers", 999 if rpc else n_gpu_layers)
+        if n_gpu_layers:
+            self._overrides = experts_on_cpu(model_params)
+        if rpc:
+            devices = rpc_devices(rpc)
+            self._devices = (ctypes.c_void_p * (len(devices) + 1))(*devices)  # ended by a null
+            _set(model_params, "devices", ctypes.addressof(self._devices))
+        load_mapped(model_params)
 
         _set(context_params, "n_ctx", n_ctx)
         _set(context_params, "n_batch", n_batch)
         _set(context_params, "n_ubatch", n_ubatch)
         _set(context_params, "n_threads", n_threads)
         _set(context_params, "n_threads_batch", n_threads)
-        _set(context_params, "flash_attn_type", 0)  # LLAMA_FLASH_ATTN_TYPE_DISABLED
+        without_flash_attention(context_params)
         _set(context_params, "no_perf", True)
 
         self.selected: list[tuple[int, np.ndarray]] = []

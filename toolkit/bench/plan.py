@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 STOCK = "stock"
+RPC = "rpc"  # the arm whose layers are on other machines
 MODES = ("off", "madv", "hint", "overlap", "cache")  # of the payload, ggml-moe-prefetch.h
 
 
@@ -24,6 +25,7 @@ class Arm:
     payload: str | None  # version of the payload the wheel carries, None when unpatched
     mode: str | None  # payload mode that must be in force, None when unpatched
     env: dict[str, str] = field(default_factory=dict)
+    rpc: tuple[str, ...] = ()  # HOST:PORT of the servers that hold its layers; none: all is in its own process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class Conditions:
     minutes: float | None = None  # after the fewest blocks that can decide, start no other past this time
     n_threads: int | None = None
     budget_bytes: int | None = None
+    n_gpu_layers: int = 0  # layers on a GPU, without their experts
+    timeline: bool = False  # keep where the time of each layer went
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,15 +14,15 @@ from toolkit.bench import header as head
 from toolkit.bench import limits, machine, plan
 from toolkit.bench import tokens as forced
 from toolkit.bench.launch import job_of
-from toolkit.bench.plan import Arm, Conditions, Tokens
+from toolkit.bench.plan import RPC, Arm, Conditions, Tokens
 from toolkit.bench.run import run
-from toolkit.bench.select import arm_of_wheel, arms_by_name
+from toolkit.bench.select import arm_of_wheel, arms_by_name, rpc_arm
 from toolkit.console import MIB, note
 from toolkit.errors import BenchError, ResultsError
 from toolkit.model.layout import Access, ModelLayout, read_model
 from toolkit.model.synth import prescription
 from toolkit.model.text import shown
-from toolkit.patch.series import load_series
+from toolkit.patch.ports import series_for
 from toolkit.patch.upstream import load_pin
 
 
@@ -40,6 +40,9 @@ class Request:
     oversubscribe: float | None
     conditions: Conditions
     out: Path | None
+    sdist: str | None = None  # version of the binding; None: the pin in use
+    backend: str = "cpu"  # of the wheels that arm names stand for
+    rpc: tuple[str, ...] = ()  # servers of one more arm, whose layers are there
 
 
 def measure(request: Request, *, dry_run: bool) -> Path | None:
@@ -57,7 +60,8 @@ def measure(request: Request, *, dry_run: bool) -> Path | None:
         budget_bytes=budget,
         n_threads=request.conditions.n_threads or facts.usable_cores,
     )
-    pin, series, home = load_pin(), load_series(config.patches_dir()), config.home()
+    pin, home = load_pin(binding=request.sdist), config.home()
+    series = series_for(config.patches_dir(), pin.commit)
 
     for text in machine.warnings(facts):
         note(f"warning: {text}")
@@ -68,7 +72,7 @@ def measure(request: Request, *, dry_run: bool) -> Path | None:
             where=layout.shards[0].path,
             hint=f"use --budget {always * 3 // 2 / MIB:.0f}MiB or more",
         )
-    names = [*request.arms, *(name for name, *_ in request.custom)]
+    names = [*request.arms, *([RPC] if request.rpc else []), *(name for name, *_ in request.custom)]
     if len(set(names)) != len(names) or not names:
         raise BenchError(f"arms need different names: {', '.join(names) or 'none given'}")
     if budget:
@@ -87,7 +91,9 @@ def measure(request: Request, *, dry_run: bool) -> Path | None:
         return None
 
     arms = [
-        *arms_by_name(request.arms, pin, series, home),
+        # with servers every arm is of the wheel that can use them
+        *arms_by_name(request.arms, pin, series, home, backend=RPC if request.rpc else request.backend),
+        *([rpc_arm(request.rpc, pin, series, home)] if request.rpc else []),
         *(arm_of_wheel(name, wheel, settings, home) for name, wheel, settings in request.custom),
     ]
     tokens = _tokens(request, layout, conditions, arms[0])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from toolkit.bench.plan import MODES, STOCK, Arm
+from toolkit.bench.plan import MODES, RPC, STOCK, Arm
 from toolkit.build import wheelfile
 from toolkit.build.arms import arm_environment
+from toolkit.build.rpc import check_servers
 from toolkit.build.wheelfile import Wheel
 from toolkit.errors import BenchError, BuildError
 from toolkit.patch.series import Series
@@ -17,10 +19,11 @@ MODE_VARIABLE = "MOE_MADV_MODE"
 _BUILD = "moe-madv build --backend cpu --arm both"
 
 
-def arms_by_name(names: Sequence[str], pin: Pin, series: Series, home: Path) -> list[Arm]:
+def arms_by_name(names: Sequence[str], pin: Pin, series: Series, home: Path, *, backend: str = "cpu") -> list[Arm]:
     """`stock` is the baseline wheel; any other name is that mode of the patched wheel of this series.
 
-    Both wheels must come from the same options and compiler, or the comparison would be of these.
+    Both are wheels of the backend for this machine, not portable ones. They must come from the same options and
+    compiler, or the comparison would be of these.
     """
     if unknown := [name for name in names if name not in (STOCK, *MODES)]:
         raise BenchError(
@@ -28,9 +31,9 @@ def arms_by_name(names: Sequence[str], pin: Pin, series: Series, home: Path) -> 
             where="--arms",
             hint="for another wheel or environment use --arm NAME WHEEL ENV",
         )
-    wheels = {"baseline": _newest(home, pin, None)} if STOCK in names else {}
+    wheels = {"baseline": _newest(home, pin, None, backend)} if STOCK in names else {}
     if any(name != STOCK for name in names):
-        wheels["patched"] = _newest(home, pin, series.digest)
+        wheels["patched"] = _newest(home, pin, series.digest, backend)
     if len(wheels) == 2:
         _require_same_build(wheels["baseline"], wheels["patched"])
     return [
@@ -39,6 +42,17 @@ def arms_by_name(names: Sequence[str], pin: Pin, series: Series, home: Path) -> 
         else _arm(name, wheels["patched"], home, name, {MODE_VARIABLE: name})
         for name in names
     ]
+
+
+def rpc_arm(servers: Sequence[str], pin: Pin, series: Series, home: Path) -> Arm:
+    """The patched wheel with every layer on servers, each greeted and asked for its protocol first.
+
+    Raises MachineError for one that does not answer or speaks another version, BenchError without a wheel.
+    """
+    wheel = _newest(home, pin, series.digest, RPC)
+    asked = check_servers(servers, wheel.manifest, wheel.path)
+    endpoints = tuple(str(server.endpoint) for server in asked)
+    return replace(_arm(RPC, wheel, home, "off", {MODE_VARIABLE: "off"}), rpc=endpoints)
 
 
 def arm_of_wheel(name: str, path: Path, settings: Iterable[str], home: Path) -> Arm:
@@ -67,18 +81,23 @@ def _arm(name: str, wheel: Wheel, home: Path, mode: str | None, env: dict[str, s
     )
 
 
-def _newest(home: Path, pin: Pin, series: str | None) -> Wheel:
+def _newest(home: Path, pin: Pin, series: str | None, backend: str) -> Wheel:
     found: list[Wheel] = []
     for path in (home / "wheels").glob("*/*.whl"):
         try:
             wheel = wheelfile.load(path)
         except BuildError:
             continue  # unfinished, or from another version of the toolkit
-        if wheel.manifest.pin == pin.commit and wheel.manifest.series == series:
+        manifest = wheel.manifest
+        if (manifest.pin, manifest.series, manifest.backend, manifest.level) == (pin.commit, series, backend, None):
             found.append(wheel)
     if not found:
         what = "the unpatched build" if series is None else "this series"
-        raise BenchError(f"there is no wheel of {what} at {pin.commit[:9]}", where=home / "wheels", hint=_BUILD)
+        raise BenchError(
+            f"there is no {backend} wheel of {what} at {pin.commit[:9]}",
+            where=home / "wheels",
+            hint=f"moe-madv build --backend {backend} --arm both",
+        )
     return max(found, key=lambda wheel: wheel.path.stat().st_mtime)
 
 

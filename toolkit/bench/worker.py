@@ -1,7 +1,8 @@
 """One measured run, in a process of its own, inside an arm's environment.
 
 Usage: worker.py JOB.json. Writes JSON lines to standard output: `loaded`, one `test` per finished test, `done`,
-or one `error`. Imports only its neighbours `llama_api.py` and `counters.py`, by path: this environment has no toolkit.
+or one `error`. Imports only its neighbours `llama_api.py`, `counters.py` and `wire.py`, by path: this environment has
+no toolkit.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Worker:
         self.out = out
         self.counters = _neighbour("counters")
         self.api = _neighbour("llama_api")
+        self.wire = _neighbour("wire")
         self.payload = self.api.Payload()
         self.log: list[str] = []
         self._keep = self.api.capture_log(self.log.append)
@@ -73,7 +75,9 @@ class Worker:
             n_batch=job["n_batch"],
             n_ubatch=job["n_ubatch"],
             n_threads=job["n_threads"],
+            n_gpu_layers=job.get("n_gpu_layers", 0),
             trace=job.get("trace", False),
+            rpc=job.get("rpc", ()),
         )
         used = self.counters.delta(before, self.counters.snapshot())
         # "CPU_Mapped model buffer size = …": where the loader put the weights
@@ -100,6 +104,8 @@ class Worker:
         finite = True
         experts: list[Any] = []
         spans: list[Any] = []
+        rpc = self.job.get("rpc", ())
+        wire_before = self.wire.wire_bytes(rpc)
         self.payload.reset()
         for batch in batches:
             before = self.counters.snapshot()
@@ -119,6 +125,7 @@ class Worker:
             for layer, ids in session.take_selected().items():
                 experts.append([layer, position - len(ids), ids.tolist()])
 
+        wire_after = self.wire.wire_bytes(rpc)
         if kept:
             np.save(f"{self.job['logits_file']}.{test}.npy", np.stack(kept))
 
@@ -139,6 +146,8 @@ class Worker:
             logits_finite=finite,
             greedy=greedy,
             hints=self.payload.counters(),
+            timeline=self.payload.layers() if self.job.get("timeline") else None,
+            wire_bytes=None if wire_before is None or wire_after is None else wire_after - wire_before,
             experts=experts if self.job.get("trace") else None,
         )
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.build import cpuflags
+from toolkit.build.backends import get_backend
+from toolkit.build.drivers import absent_drivers
 from toolkit.build.venv import create_venv, pip_install, venv_python
 from toolkit.build.wheelfile import Manifest, Wheel
 from toolkit.console import note
-from toolkit.errors import BuildError, MachineError, ToolkitError
+from toolkit.errors import BuildError, CommandError, MachineError, ToolkitError
 from toolkit.files import sha256_file, write_text
 from toolkit.patch.upstream import locked
 from toolkit.process import run
 
 _STAMP = "moe-madv.json"
+# How a process ends that meets an instruction its processor does not have; Windows says it in its own way.
+_ILLEGAL_INSTRUCTION = (-getattr(signal, "SIGILL", 4), 0xC000001D)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +39,8 @@ class ArmEnv:
 def arm_environment(wheel: Wheel, home: Path) -> ArmEnv:
     """The environment of a wheel, made on first use and made again when it is damaged.
 
-    Raises MachineError when this processor lacks instructions the wheel was compiled for (checked before
-    anything is loaded) and BuildError when what loads is not what the manifest says.
+    Raises MachineError when this machine lacks instructions or a driver the wheel was compiled for (checked
+    before anything is loaded) and BuildError when what loads is not what the manifest says.
     """
     manifest = wheel.manifest
     if absent := cpuflags.missing_flags(manifest.cpu_flags, cpuflags.host_flags()):
@@ -42,6 +48,12 @@ def arm_environment(wheel: Wheel, home: Path) -> ArmEnv:
             f"this processor lacks {', '.join(absent)}, for which the wheel was compiled",
             where=wheel.path,
             hint="moe-madv build --arm both --force",
+        )
+    if drivers := absent_drivers(get_backend(manifest.backend)):
+        raise MachineError(
+            f"this machine has no {', '.join(drivers)}, without which a {manifest.backend} wheel does not load",
+            where=wheel.path,
+            hint="install the driver, or copy the wheel to a machine that has one",
         )
     directory = home / "arms" / f"{manifest.label}-{wheel.sha256[:12]}"
     env = ArmEnv(python=venv_python(directory), label=manifest.label, manifest=manifest)
@@ -70,9 +82,7 @@ def _install(directory: Path, wheel: Wheel) -> None:
     try:
         python = create_venv(directory)
         pip_install(python, wheel.path)
-        # A neutral directory and -I: a folder named llama_cpp where the user stands must not win.
-        probe = Path(__file__).with_name("probe.py")
-        facts = json.loads(run([python, "-I", probe, "binding"], cwd=directory).stdout)
+        facts = _probe(python, directory, wheel)
         if problems := mismatches(facts, wheel.manifest, directory):
             raise BuildError(
                 f"the environment of {wheel.manifest.label} is not what its wheel says: " + "; ".join(problems),
@@ -86,6 +96,27 @@ def _install(directory: Path, wheel: Wheel) -> None:
     except ToolkitError:
         shutil.rmtree(directory, ignore_errors=True)
         raise
+
+
+def _probe(python: Path, directory: Path, wheel: Wheel) -> dict[str, Any]:
+    """What loads in the environment. Raises MachineError when this processor stops at one of its instructions."""
+    # A neutral directory and -I: a folder named llama_cpp where the user stands must not win.
+    command = [str(python), "-I", str(Path(__file__).with_name("probe.py")), "binding"]
+    done = run(command, cwd=directory, check=False)
+    if done.returncode in _ILLEGAL_INSTRUCTION:
+        built = f"for {wheel.manifest.level}" if wheel.manifest.level else "for the processor it was built on"
+        raise MachineError(
+            f"this processor does not have an instruction that the libraries use: the wheel was compiled {built}",
+            where=wheel.path,
+            hint="moe-madv build --arm both --force, or take a wheel of a lower level",
+        )
+    if done.returncode != 0:
+        raise CommandError(
+            f"the libraries do not load (exit code {done.returncode}):\n{(done.stderr + done.stdout).strip()}",
+            where=shlex.join(command),
+        )
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
 
 
 def mismatches(facts: Mapping[str, Any], manifest: Manifest, directory: Path) -> list[str]:

@@ -7,12 +7,15 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from toolkit.build import repair, toolchain
 from toolkit.build.backends import Backend
-from toolkit.build.toolchain import Toolchain, preflight
+from toolkit.build.gpuarch import for_architectures
+from toolkit.build.levels import portable
+from toolkit.build.toolchain import Toolchain
 from toolkit.errors import BuildError
 from toolkit.patch.series import Series
 from toolkit.patch.upstream import Arm, Pin
@@ -38,6 +41,7 @@ class Plan:
     toolchain: Toolchain
     cmake_args: tuple[str, ...]
     home: Path
+    level: str | None = None  # instruction set of a wheel for other machines, None for this machine's own
 
     @property
     def label(self) -> str:
@@ -129,19 +133,30 @@ def plan_build(
     series: Series | None,
     home: Path,
     *,
+    level: str | None = None,
+    gpu_arch: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> Plan:
-    """Decide everything, change nothing. Raises MachineError for missing tools, BuildError for CMAKE_ARGS."""
+    """Decide everything, change nothing.
+
+    `level` makes a portable wheel, `gpu_arch` names the GPUs of a backend that compiles for some.
+    Raises MachineError for what this machine lacks, BuildError for options that cannot be.
+    """
     if (arm == "patched") != (series is not None):
         raise BuildError(f"the {arm} arm {'needs a' if arm == 'patched' else 'has no'} series")
+    if level:
+        backend = repair.with_tools(portable(backend, level))
+    found = toolchain.preflight(backend, home, environ)
+    backend = for_architectures(backend, gpu_arch, found.programs)
     return Plan(
         arm=arm,
-        backend=backend,
+        backend=replace(backend, label=toolchain.label(backend, found)),
         pin=pin,
         series=series,
-        toolchain=preflight(backend, home, environ),
+        toolchain=found,
         cmake_args=parse_cmake_args(environ.get("CMAKE_ARGS", "")),
         home=home,
+        level=level,
     )
 
 

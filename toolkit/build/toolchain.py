@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from string import Formatter
 
 from toolkit.build.backends import Backend, Tool
 from toolkit.build.venv import create_venv, pip_install
@@ -18,6 +20,9 @@ from toolkit.errors import CommandError, MachineError
 from toolkit.process import run
 
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
+# The ways to show cmake one, such as -DCUDAToolkit_ROOT=/opt/cuda.
+_PREFIX_ARGUMENT = re.compile(r"-D(?:CMAKE_PREFIX_PATH|\w+_ROOT)(?::\w+)?=([^\s;'\"]+)")
+_PREFIXES = ("/usr/local", "/usr", "/opt/rocm", "/opt/homebrew")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,9 @@ class Toolchain:
     cmake: Path
     ninja: Path
     ccache: Path | None
-    compiler: str  # what both compilers say they are, and the machine they compile for
+    compiler: str  # what the compilers say they are, and the machine they compile for
+    programs: Mapping[str, Path] = field(default_factory=dict)  # tool name -> program, of all that are there
+    versions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of the tools that are in the label
     install: tuple[str, ...] = ()  # Python packages to install into `toolbox`
 
 
@@ -41,12 +48,18 @@ def toolbox(home: Path) -> Path:
 def preflight(backend: Backend, home: Path, environ: Mapping[str, str] = os.environ) -> Toolchain:
     """Find every tool of the backend without changing anything.
 
-    Raises MachineError naming all missing tools at once when one of them has to come from the system.
+    Raises MachineError on a system where the backend cannot be built, or naming all missing tools at once
+    when one of them has to come from the system.
     """
+    require_system(backend, platform.system())
     path = os.pathsep.join([environ.get("PATH", ""), str(Path(sys.executable).parent), str(toolbox(home) / "bin")])
     found: dict[str, tuple[str, ...]] = {}
     missing: list[tuple[Tool, str]] = []
     for tool in backend.tools:
+        if tool.files:
+            if not _has_files(tool, environ, found.values()):
+                missing.append((tool, tool.name))
+            continue
         command, problem = _find(tool, path, environ)
         if command is None:
             missing.append((tool, problem))
@@ -59,16 +72,21 @@ def preflight(backend: Backend, home: Path, environ: Mapping[str, str] = os.envi
         )
     packages = tuple(tool.package for tool, _ in missing if tool.package)
     for tool, _ in missing:
-        found[tool.name] = (str(toolbox(home) / "bin" / str(tool.package)),)
+        found[tool.name] = (str(toolbox(home) / "bin" / tool.executables[0]),)
     ccache = shutil.which("ccache", path=path)
     cc, cxx = found["C compiler"], found["C++ compiler"]
+    labelled = {name for _, name, _, _ in Formatter().parse(backend.label) if name}
+    versions = {tool.name: _version(found[tool.name][0]) for tool in backend.tools if tool.name in labelled}
+    identity = [_version_line(cc), _version_line(cxx), _ask(cc, "-dumpmachine")]
     return Toolchain(
         cc=cc,
         cxx=cxx,
         cmake=Path(found["cmake"][0]),
         ninja=Path(found["ninja"][0]),
         ccache=Path(ccache) if ccache else None,
-        compiler="; ".join([_version_line(cc), _version_line(cxx), _ask(cc, "-dumpmachine")]),
+        compiler="; ".join([*identity, *(f"{name} {_dotted(version)}" for name, version in versions.items())]),
+        programs={name: Path(command[0]) for name, command in found.items()},
+        versions=versions,
         install=packages,
     )
 
@@ -76,12 +94,38 @@ def preflight(backend: Backend, home: Path, environ: Mapping[str, str] = os.envi
 def provide(backend: Backend, toolchain: Toolchain, home: Path) -> None:
     """Install what the build takes from the toolbox, unless all of it is there and runs."""
     folder = toolbox(home) / "bin"
-    wanted = [t for t in backend.tools if t.package and folder / t.package in (toolchain.cmake, toolchain.ninja)]
+    wanted = [t for t in backend.tools if t.package and toolchain.programs[t.name].parent == folder]
     if all(_find(tool, str(folder), {})[0] for tool in wanted):
         return
     note(f"installing {' and '.join(str(tool.package) for tool in wanted)} into {toolbox(home)}")
     python = create_venv(toolbox(home))
     pip_install(python, *(f"{tool.package}>={_dotted(tool.minimum)}" for tool in wanted))
+
+
+def label(backend: Backend, toolchain: Toolchain) -> str:
+    """The backend's label with the versions of its tools in it, such as cuda130."""
+    digits = {name: "".join(map(str, version[:2])) for name, version in toolchain.versions.items()}
+    return backend.label.format_map(digits)
+
+
+def require_system(backend: Backend, system: str) -> None:
+    """Raises MachineError when no build on this kind of system can give the backend."""
+    if system in backend.systems:
+        return
+    names = {"Darwin": "macOS"}
+    hint = f"run the build on {' or '.join(names.get(s, s) for s in backend.systems)}"
+    if system == "Darwin":
+        hint += "; here use --backend metal, which the binding switches on in every build for macOS"
+    raise MachineError(f"the {backend.name} backend cannot be built on {names.get(system, system)}", hint=hint)
+
+
+def _has_files(tool: Tool, environ: Mapping[str, str], programs: Iterable[tuple[str, ...]]) -> bool:
+    """Looks below the usual prefixes, those given in the environment, and those of the programs already found."""
+    own = environ.get(tool.variable, "") if tool.variable else ""
+    given = _PREFIX_ARGUMENT.findall(environ.get("CMAKE_ARGS", ""))
+    prefixes = [Path(name) for name in (own, *given, *_PREFIXES) if name]
+    prefixes += [Path(program).resolve().parent.parent for program, *_ in programs]
+    return any(next(prefix.glob(pattern), None) for prefix in dict.fromkeys(prefixes) for pattern in tool.files)
 
 
 def _find(tool: Tool, path: str, environ: Mapping[str, str]) -> tuple[tuple[str, ...] | None, str]:
@@ -111,11 +155,14 @@ def _find(tool: Tool, path: str, environ: Mapping[str, str]) -> tuple[tuple[str,
 
 def _remedy(missing: list[Tool], environ: Mapping[str, str]) -> str:
     """The next command; a compiler that a variable names wrongly is not cured by an install."""
-    variables = [tool.variable for tool in missing if tool.variable and environ.get(tool.variable)]
+    programs = [tool for tool in missing if tool.executables]
+    variables = [tool.variable for tool in programs if tool.variable and environ.get(tool.variable)]
     others = [tool for tool in missing if tool.variable not in variables]
     remedies = [f"unset {' '.join(variables)}, or name a compiler that is on PATH there"] if variables else []
-    if others:
-        remedies.append(f"sudo apt-get install -y {' '.join(tool.apt for tool in others)}")
+    if packages := dict.fromkeys(tool.apt for tool in others if tool.apt):
+        remedies.append(f"sudo apt-get install -y {' '.join(packages)}")
+    if elsewhere := dict.fromkeys(tool.elsewhere for tool in others if tool.elsewhere):
+        remedies.append(f"install {', '.join(elsewhere)}")
     pip = " ".join(tool.package for tool in others if tool.package)
     return "; ".join(remedies) + (f"  ({pip} are also Python packages: python -m pip install {pip})" if pip else "")
 

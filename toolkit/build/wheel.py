@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 from toolkit.build import cpuflags, wheelfile
 from toolkit.build.buildplan import GENERATOR, IGNORED, Plan, clean_environment
 from toolkit.build.compiling import compile_with_progress
+from toolkit.build.drivers import driver_environment
+from toolkit.build.repair import repair
 from toolkit.build.toolchain import provide
 from toolkit.build.wheelfile import BuildRecord, Manifest, Wheel
 from toolkit.console import note
@@ -57,6 +60,10 @@ def build_wheel(plan: Plan, *, force: bool = False) -> Wheel:
         provide(plan.backend, plan.toolchain, plan.home)
         copy_sources(plan, tree)
         raw = _compile(plan)
+        if plan.level:
+            clean = wheelfile.strip(raw, plan.work / "clean")
+            shutil.rmtree(plan.work / "repaired", ignore_errors=True)
+            raw = repair(clean, plan.work / "repaired", plan.backend, plan.toolchain.programs)
         manifest = _describe(plan, tree, raw)
         path = wheelfile.pack(raw, plan.wheels, manifest)
         hits, objects = _ccache_hits(plan)
@@ -130,13 +137,12 @@ def _compile(plan: Plan) -> Path:
 def _describe(plan: Plan, tree: Tree, raw: Path) -> Manifest:
     """Ask the new libraries what they are, and refuse a build that is not the one planned."""
     libraries = wheelfile.read_libraries(raw)
-    folder = plan.work / "libraries"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    for name, data in libraries.items():
-        (folder / name).write_bytes(data)
+    unpacked = plan.work / "libraries"
+    shutil.rmtree(unpacked, ignore_errors=True)
+    folder = wheelfile.unpack_libraries(raw, unpacked)
     probe = Path(__file__).with_name("probe.py")
-    facts = json.loads(run([sys.executable, "-I", probe, "libraries", folder], cwd=folder).stdout)
+    env = driver_environment(plan.backend, _cmake_cache(plan), plan.work / "drivers")
+    facts = json.loads(run([sys.executable, "-I", probe, "libraries", folder], cwd=folder, env=env).stdout)
     if problems := _unplanned(plan, tree, sorted(libraries), facts):
         raise BuildError("the build is not what was planned: " + "; ".join(problems), where=plan.log)
     arguments = _compile_arguments(plan)
@@ -161,9 +167,24 @@ def _describe(plan: Plan, tree: Tree, raw: Path) -> Manifest:
         machine_options=options,
         cpu_flags=cpuflags.compiled_for(plan.toolchain.cc, options),
         openmp="-DGGML_USE_OPENMP" in arguments,
-        libraries={name: hashlib.sha256(data).hexdigest() for name, data in sorted(libraries.items())},
+        libraries=_hashes(libraries),
         key=plan.key,
+        level=plan.level,
+        bundled=_hashes(wheelfile.read_libraries(raw, wheelfile.BUNDLE_DIR)),
+        rpc_protocol=_rpc_protocol(plan) if "ggml-rpc" in plan.backend.libraries else None,
     )
+
+
+def _hashes(libraries: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(data).hexdigest() for name, data in sorted(libraries.items())}
+
+
+def _rpc_protocol(plan: Plan) -> str:
+    """The version in the header: no library says it without a connection."""
+    header = plan.work / "src" / LLAMA / "ggml" / "include" / "ggml-rpc.h"
+    text = header.read_text(encoding="utf-8")
+    found = dict(re.findall(r"#define RPC_PROTO_(MAJOR|MINOR|PATCH)_VERSION\s+(\d+)", text))
+    return ".".join(found.get(part, "?") for part in ("MAJOR", "MINOR", "PATCH"))
 
 
 def _unplanned(plan: Plan, tree: Tree, files: list[str], facts: Mapping[str, Any]) -> list[str]:
@@ -194,11 +215,15 @@ def _compile_arguments(plan: Plan) -> list[str]:
 
 def _cmake_version(plan: Plan) -> str:
     """From the build's cache: the cmake that really ran."""
-    path = plan.work / "build" / "CMakeCache.txt"
-    lines = path.read_text(encoding="utf-8").splitlines()
-    entries = dict(line.split("=", 1) for line in lines if line.startswith("CMAKE_CACHE_") and "=" in line)
-    parts = ("MAJOR", "MINOR", "PATCH")
-    return ".".join(entries.get(f"CMAKE_CACHE_{part}_VERSION:INTERNAL", "?") for part in parts)
+    cache = _cmake_cache(plan)
+    return ".".join(cache.get(f"CMAKE_CACHE_{part}_VERSION", "?") for part in ("MAJOR", "MINOR", "PATCH"))
+
+
+def _cmake_cache(plan: Plan) -> dict[str, str]:
+    """Entries of the build's cache, without their types."""
+    lines = (plan.work / "build" / "CMakeCache.txt").read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("=", 1) for line in lines if "=" in line and not line.startswith(("#", "//")))
+    return {name.split(":")[0]: value for name, value in pairs}
 
 
 def _ccache_hits(plan: Plan) -> tuple[int | None, int | None]:

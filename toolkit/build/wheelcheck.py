@@ -12,13 +12,22 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path, PurePosixPath
 
 from packaging.utils import parse_wheel_filename
 
 from toolkit.build import cpuflags, elf
-from toolkit.build.backends import BACKENDS
-from toolkit.build.wheelfile import LIBRARY_DIR, MANIFEST_NAME, Manifest, digest, library_name, manifest_path
+from toolkit.build.backends import BACKENDS, Backend, backend_of_label, get_backend
+from toolkit.build.wheelfile import (
+    BUNDLE_DIR,
+    LIBRARY_DIR,
+    MANIFEST_NAME,
+    Manifest,
+    digest,
+    library_name,
+    manifest_path,
+)
 from toolkit.errors import BuildError
 from toolkit.files import sha256_file
 
@@ -45,6 +54,7 @@ class WheelReport:
     base: tuple[str, ...]  # libraries of the C and C++ runtime it uses
     glibc: str | None  # oldest glibc that can load it
     cpu_flags: tuple[str, ...]
+    level: str | None  # instruction set of a portable wheel
     libraries: Mapping[str, str]  # path in the wheel -> sha256
     manifest: Mapping[str, object] | None
     problems: tuple[str, ...]
@@ -77,15 +87,17 @@ def check_wheel(path: Path, *, host: frozenset[str] | None = None) -> WheelRepor
     if manifest:
         problems += _manifest_problems(manifest, str(version), hashes)
     label = version.local
-    backend = manifest.backend if manifest else _guess_backend(label, libraries)
+    backend, found = _backend(manifest, label, libraries)
+    problems += found
     needs, base, glibc, found = _linking(libraries, backend, {str(tag.platform) for tag in tags})
     problems += found
+    problems += _cuda_problems(label, needs)
     if manifest and (absent := cpuflags.missing_flags(manifest.cpu_flags, host)):
         problems.append(f"compiled for instructions this processor lacks: {', '.join(absent)}")
     return WheelReport(
         file=path.name,
         label=label,
-        backend=backend,
+        backend=backend.name if backend else None,
         binding=version.public,
         pin=manifest.pin if manifest else None,
         commit=manifest.commit if manifest else None,
@@ -97,6 +109,7 @@ def check_wheel(path: Path, *, host: frozenset[str] | None = None) -> WheelRepor
         base=base,
         glibc=".".join(map(str, glibc)) or None,
         cpu_flags=manifest.cpu_flags if manifest else (),
+        level=manifest.level if manifest else None,
         libraries=hashes,
         manifest=asdict(manifest) if manifest else None,
         problems=tuple(problems),
@@ -154,6 +167,7 @@ def _manifest_problems(manifest: Manifest, version: str, hashes: Mapping[str, st
     if manifest.version != version:
         problems.append(f"named {version}, its manifest says {manifest.version}")
     listed = {f"{LIBRARY_DIR}/{name}": sha256 for name, sha256 in manifest.libraries.items()}
+    listed |= {f"{BUNDLE_DIR}/{name}": sha256 for name, sha256 in manifest.bundled.items()}
     problems += [f"{e} is gone" for e in sorted(listed.keys() - hashes.keys())]
     problems += [f"{e} was not made by this build" for e in sorted(hashes.keys() - listed.keys())]
     problems += [
@@ -164,17 +178,33 @@ def _manifest_problems(manifest: Manifest, version: str, hashes: Mapping[str, st
     return problems
 
 
-def _guess_backend(label: str | None, libraries: Mapping[str, bytes]) -> str | None:
-    last = (label or "").split(".")[-1]
-    if last in BACKENDS:
-        return last
+def _backend(
+    manifest: Manifest | None, label: str | None, libraries: Mapping[str, bytes]
+) -> tuple[Backend | None, list[str]]:
+    """The backend by manifest, else by label, else by the libraries; a label that names another is a problem."""
     stems = {re.split(r"[.]", PurePosixPath(entry).name)[0].removeprefix("lib") for entry in libraries}
-    kinds = sorted(s.removeprefix("ggml-") for s in stems if s.startswith("ggml-") and s != "ggml-base")
-    return next((k for k in kinds if k != "cpu"), kinds[0] if kinds else None)
+    inside = [part for part in BACKENDS if f"ggml-{part}" in stems]
+    labelled = backend_of_label(label)
+    try:
+        found = get_backend(manifest.backend) if manifest else labelled or get_backend("+".join(inside))
+    except BuildError:
+        return None, [f"built for {manifest.backend}, which this version does not know"] if manifest else []
+    # A library that is not there is reported by who needs it, or by the manifest; this is for neither.
+    absent = [] if manifest else [part for part in found.libraries if inside and part not in stems]
+    return found, [f"labelled {label}, but {part} is not in it" for part in absent if labelled]
+
+
+def _cuda_problems(label: str | None, needs: tuple[str, ...]) -> list[str]:
+    """A label of one CUDA version on libraries linked with another."""
+    named = re.search(r"(?:^|\.)cu(?:da)?(\d{2})\d", label or "")
+    linked = {m[1] for soname in needs if (m := re.fullmatch(r"lib(?:cudart|cublas)\.so\.(\d+)", soname))}
+    if not named or linked <= {named[1]}:
+        return []
+    return [f"labelled {label}, but linked with CUDA {', '.join(sorted(linked - {named[1]}))}"]
 
 
 def _linking(
-    libraries: Mapping[str, bytes], backend: str | None, platforms: set[str]
+    libraries: Mapping[str, bytes], backend: Backend | None, platforms: set[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...], list[str]]:
     """(needs, base, glibc, problems) from the dynamic sections; libraries that are not ELF are not read."""
     present = {PurePosixPath(entry).name for entry in libraries}
@@ -194,7 +224,11 @@ def _linking(
         for soname in linked.needed:
             if soname not in present:
                 needs.setdefault(soname, PurePosixPath(entry).name)
-    allowed = BACKENDS[backend].needs if backend in BACKENDS else None
+    excludes = backend.excludes if backend else ()
+    for name in sorted(present):
+        # auditwheel puts a hash between the name and the version: libcuda-1f2e3d4c.so.1
+        if any(fnmatch(re.sub(r"-[0-9a-f]{8}(?=\.)", "", name), pattern) for pattern in excludes):
+            problems.append(f"carries {name}, which must come with the system's driver or SDK")
     outside = tuple(sorted(n for n in needs if not elf.is_base(n)))
     for soname in outside:
         user = needs[soname]
@@ -203,8 +237,8 @@ def _linking(
                 problems.append(f"needs musl: {user} is linked with {soname}, which no glibc system has")
         elif soname.startswith(_OURS):
             problems.append(f"{soname} is missing from the wheel, {user} needs it")
-        elif allowed is not None and soname not in allowed:
-            problems.append(f"needs {soname} ({user}), which the {backend} backend does not use")
+        elif backend and not any(fnmatch(soname, pattern) for pattern in backend.needs):
+            problems.append(f"needs {soname} ({user}), which the {backend.name} backend does not use")
     if problem := _glibc_problem(glibc, platforms):
         problems.append(problem)
     return outside, tuple(sorted(set(needs) - set(outside))), glibc, problems

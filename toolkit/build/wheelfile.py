@@ -10,7 +10,7 @@ import json
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,6 +19,7 @@ from toolkit.files import atomic_path, sha256_file, write_text
 
 PACKAGE = "llama_cpp"
 LIBRARY_DIR = f"{PACKAGE}/lib"
+BUNDLE_DIR = "llama_cpp_python.libs"  # where auditwheel puts copies of the system's libraries
 MANIFEST_NAME = "moe-madv.json"  # in the wheel's .dist-info
 
 # 1 - first format
@@ -53,6 +54,10 @@ class Manifest:
     openmp: bool
     libraries: Mapping[str, str]  # file name in llama_cpp/lib -> sha256
     key: str
+    # Absent in manifests of wheels made before these existed.
+    level: str | None = None  # instruction set of a portable wheel, None when built for its own machine
+    bundled: Mapping[str, str] = field(default_factory=dict)  # libraries of the system inside: file name -> sha256
+    rpc_protocol: str | None = None  # version that clients and servers of this wheel speak, "7.0.0"
 
     @staticmethod
     def from_json(data: Mapping[str, Any], where: Path) -> Manifest:
@@ -61,11 +66,13 @@ class Manifest:
             raise BuildError("the manifest is not a JSON object", where=where)
         if data.get("format") != FORMAT:
             raise BuildError(f"manifest format {data.get('format')!r}, this version reads {FORMAT}", where=where)
-        names = {field.name for field in fields(Manifest)}
-        if missing := sorted(names - data.keys()):
+        names = {f.name for f in fields(Manifest)}
+        required = {f.name for f in fields(Manifest) if f.default is MISSING and f.default_factory is MISSING}
+        if missing := sorted(required - data.keys()):
             raise BuildError(f"manifest lacks {', '.join(missing)}", where=where)
-        if not isinstance(data["libraries"], Mapping):
-            raise BuildError("`libraries` of the manifest is not a JSON object", where=where)
+        for name in ("libraries", "bundled"):
+            if not isinstance(data.get(name, {}), Mapping):
+                raise BuildError(f"`{name}` of the manifest is not a JSON object", where=where)
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in names
         }
@@ -142,34 +149,44 @@ def library_name(entry: str) -> str | None:
     return name if _LIBRARY.fullmatch(name) else None
 
 
-def read_libraries(wheel: Path) -> dict[str, bytes]:
-    """Contents of the libraries the binding loads, by file name."""
+def read_libraries(wheel: Path, folder: str = LIBRARY_DIR) -> dict[str, bytes]:
+    """Contents of the libraries in a folder of the wheel, by file name."""
     with zipfile.ZipFile(wheel) as z:
         return {
             PurePosixPath(entry).name: z.read(entry)
             for entry in z.namelist()
-            if library_name(entry) and str(PurePosixPath(entry).parent) == LIBRARY_DIR
+            if library_name(entry) and str(PurePosixPath(entry).parent) == folder
         }
 
 
-def pack(raw: Path, directory: Path, manifest: Manifest) -> Path:
-    """Write the labelled wheel into `directory` and return it.
+def unpack_libraries(wheel: Path, target: Path) -> Path:
+    """Write the wheel's libraries below `target` as an installer would; returns the folder the binding loads from."""
+    for folder in (LIBRARY_DIR, BUNDLE_DIR):
+        for name, data in read_libraries(wheel, folder).items():
+            path = target / folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return target / LIBRARY_DIR
 
-    Keeps the package and its metadata only: upstream's install rules add second copies of the libraries
-    and the C headers at the top. Raises BuildError when the metadata has no version.
+
+def strip(raw: Path, directory: Path) -> Path:
+    """A copy of a built wheel in `directory` without what upstream's install rules add at the top.
+
+    These are second copies of the libraries, and the C headers. Raises BuildError when it has no metadata.
     """
-    with zipfile.ZipFile(raw) as z:
-        entries = {info.filename: z.read(info) for info in z.infolist() if not info.is_dir()}
-    old_info = next((name.split("/")[0] for name in entries if name.split("/")[0].endswith(".dist-info")), None)
-    if old_info is None:
-        raise BuildError("the build made a wheel without metadata", where=raw)
+    entries, info = _package(raw)
+    return _write(directory / raw.name, entries, info)
+
+
+def pack(raw: Path, directory: Path, manifest: Manifest) -> Path:
+    """Write the labelled wheel, stripped, into `directory` and return it.
+
+    Raises BuildError when the metadata has no version.
+    """
+    entries, old_info = _package(raw)
     distribution, _, tags = raw.name.split("-", 2)
     info = f"{distribution}-{manifest.version}.dist-info"
-    kept = {
-        name.replace(old_info, info, 1): data
-        for name, data in entries.items()
-        if name.startswith((f"{PACKAGE}/", f"{old_info}/")) and name != f"{old_info}/RECORD"
-    }
+    kept = {name.replace(old_info, info, 1): data for name, data in entries.items()}
     metadata, replaced = re.subn(
         rb"(?m)^Version: .*?(\r?)$",
         rb"Version: " + manifest.version.encode() + rb"\1",
@@ -180,15 +197,30 @@ def pack(raw: Path, directory: Path, manifest: Manifest) -> Path:
         raise BuildError("the wheel's METADATA has no Version", where=raw)
     kept[f"{info}/METADATA"] = metadata
     kept[f"{info}/{MANIFEST_NAME}"] = (json.dumps(asdict(manifest), indent=2) + "\n").encode()
-    kept[f"{info}/RECORD"] = _record(kept, f"{info}/RECORD")
-    target = directory / f"{distribution}-{manifest.version}-{tags}"
+    return _write(directory / f"{distribution}-{manifest.version}-{tags}", kept, info)
+
+
+def _package(wheel: Path) -> tuple[dict[str, bytes], str]:
+    """(entries without RECORD, name of the .dist-info folder) of the package in a wheel."""
+    with zipfile.ZipFile(wheel) as z:
+        entries = {info.filename: z.read(info) for info in z.infolist() if not info.is_dir()}
+    info = next((name.split("/")[0] for name in entries if name.split("/")[0].endswith(".dist-info")), None)
+    if info is None:
+        raise BuildError("the build made a wheel without metadata", where=wheel)
+    folders = (f"{PACKAGE}/", f"{BUNDLE_DIR}/", f"{info}/")
+    return {n: data for n, data in entries.items() if n.startswith(folders) and n != f"{info}/RECORD"}, info
+
+
+def _write(target: Path, entries: Mapping[str, bytes], info: str) -> Path:
+    """A wheel of these entries and their RECORD; the same entries make the same bytes."""
+    whole = {**entries, f"{info}/RECORD": _record(entries, f"{info}/RECORD")}
     with atomic_path(target) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as z:
         # The metadata comes last, as the format asks.
-        for name in sorted(kept, key=lambda n: (n.startswith(info), n)):
+        for name in sorted(whole, key=lambda n: (n.startswith(info), n)):
             entry = zipfile.ZipInfo(name, _DATE)
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = (0o100755 if library_name(name) else 0o100644) << 16
-            z.writestr(entry, kept[name])
+            z.writestr(entry, whole[name])
     return target
 
 

@@ -8,6 +8,7 @@ import click
 from rich.console import Console
 
 from toolkit import results
+from toolkit.cli.bench_reads import reads
 from toolkit.cli.bench_report import EFFECT, export_command, plot_command, report_command
 from toolkit.cli.bench_storage import storage
 from toolkit.evidence import compare, imported, report
@@ -25,6 +26,7 @@ def bench() -> None:
 
 
 bench.add_command(storage)
+bench.add_command(reads)
 
 
 @bench.command("run")
@@ -45,13 +47,17 @@ bench.add_command(storage)
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Threads.  [default: all usable cores]")
 @click.option("-b", "--batch-size", type=click.IntRange(min=1), default=2048, show_default=True)
 @click.option("-ub", "--ubatch-size", type=click.IntRange(min=1), default=512, show_default=True)
+@click.option("-ngl", "--n-gpu-layers", type=click.IntRange(min=0), default=0, help="Layers on a GPU, without experts.")
+@click.option("--backend", default="cpu", show_default=True, help="Backend of the wheels behind the arms' names.")
 @click.option("--blocks", type=click.IntRange(min=1), default=6, show_default=True, help="Runs per arm.")
 @click.option("--minutes", type=float, help="After 3 blocks, start no other past this time.")
 @click.option("--prompt", "prompt_file", type=click.Path(path_type=Path, exists=True), help="Text to force.")
+@click.option("--timeline", is_flag=True, help="Keep where the time of each layer went (patched arms).")
 @click.option("--warm", is_flag=True, help="Leave the page cache as it is instead of evicting the model.")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), help="Results file; an unfinished one continues."
 )
+@click.option("--rpc", metavar="HOST:PORT,…", default="", help="One more arm, rpc: its layers are on these servers.")
 @click.option("--sdist", metavar="VERSION", help="Arms of another pinned llama-cpp-python than the one in use.")
 @click.option("--dry-run", is_flag=True, help="Print the plan; measure nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
@@ -66,11 +72,15 @@ def run_command(
     threads: int | None,
     batch_size: int,
     ubatch_size: int,
+    n_gpu_layers: int,
+    backend: str,
     blocks: int,
     minutes: float | None,
     prompt_file: Path | None,
+    timeline: bool,
     warm: bool,
     out: Path | None,
+    rpc: str,
     sdist: str | None,
     dry_run: bool,
     as_json: bool,
@@ -85,6 +95,7 @@ def run_command(
       moe-madv bench run demo.gguf --oversubscribe 2.7
       moe-madv bench run big.gguf --arms stock,hint --budget 48GiB -p 128 -n 64 --blocks 4 --out big.jsonl
       moe-madv bench run demo.gguf --arms stock --arm late my.whl MOE_MADV_MODE=madv
+      moe-madv bench run demo.gguf --arms stock --rpc 10.0.0.2:50052,10.0.0.3:50052
     """
     from toolkit.bench.plan import Conditions
     from toolkit.bench.request import Request, measure
@@ -108,10 +119,14 @@ def run_command(
             n_batch=batch_size,
             n_ubatch=ubatch_size,
             cold=not warm,
+            n_gpu_layers=n_gpu_layers,
+            timeline=timeline,
             minutes=minutes,
         ),
         out=out,
         sdist=sdist,
+        backend=backend,
+        rpc=tuple(server.strip() for server in rpc.split(",") if server.strip()),
     )
     path = measure(request, dry_run=dry_run)
     if path is not None:

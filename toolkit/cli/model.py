@@ -7,12 +7,17 @@ import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from toolkit import config
+from toolkit.cli.model_evict import evict
+from toolkit.cli.model_trace import trace as trace_command
 from toolkit.console import GIB, byte_progress, note
+
+if TYPE_CHECKING:
+    from toolkit.model.shape import Shape
 
 
 @click.group()
@@ -25,6 +30,9 @@ def model() -> None:
       moe-madv model info demo.gguf --json
     """
 
+
+model.add_command(evict)
+model.add_command(trace_command)
 
 _OVERRIDE = re.compile(r"(?P<key>[^=]+)=(?:int:)?(?P<value>-?[0-9]{1,18})")
 
@@ -75,11 +83,28 @@ def info(file: Path, json_: bool, overrides: dict[str, int], tokens: int) -> Non
 
 
 _COUNT = click.IntRange(min=1)
+_REPLAY_FIXES = {"experts", "top_k", "prompt", "decode", "popularity", "recency"}
+_LIKE_LEAVES_OPEN = {"prompt", "decode", "popularity", "recency"}
+_SCALE = 64  # one with DeepSeek-V4-Flash: 2.4 GiB
+
+
+def _parse_scale(_ctx: click.Context, _param: click.Parameter, text: str | None) -> int | None:
+    match = re.fullmatch(r"1/([1-9][0-9]{0,8})", text or "")
+    if text is not None and match is None:
+        raise click.BadParameter(f"{text!r} is not 1/N, such as 1/64")
+    return int(match[1]) if match else None
 
 
 @model.command()
 @click.argument("out", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--preset", type=click.Choice(["tiny", "demo", "bench"]), default="demo", show_default=True)
+@click.option("--preset", type=click.Choice(["tiny", "demo", "bench"]), help="[default: demo]")
+@click.option("--like", type=click.Choice(["deepseek-v4-flash"]), help="A smaller one of a real model's architecture.")
+@click.option(
+    "--scale",
+    callback=_parse_scale,
+    metavar="1/N",
+    help="Share of the routed bytes of the model that --like names.  [default: 1/64]",
+)
 @click.option("--layers", type=_COUNT, help="Transformer blocks; with --replay the first ones of the trace.")
 @click.option("--experts", type=click.IntRange(1, 1024), help="Experts in a layer.")
 @click.option("--top-k", type=_COUNT, help="Experts a token takes in a layer.")
@@ -99,7 +124,9 @@ _COUNT = click.IntRange(min=1)
 @click.option("--json", "json_", is_flag=True, help="Print parameters, size and routing statistics as JSON.")
 def synth(
     out: Path | None,
-    preset: str,
+    preset: str | None,
+    like: str | None,
+    scale: int | None,
     replay: Path | None,
     seed: int,
     vocab: Path | None,
@@ -113,7 +140,8 @@ def synth(
     OUT (default: PRESET.gguf in the toolkit's cache) runs in any llama.cpp. Its metadata holds a token list; fed
     with it, every token takes exactly the experts that a routing trace says: a generated one, as recent and as
     frequent as in real models, or a recorded one.
-    Sizes: tiny 9 MiB, demo 3 GiB, bench 8 GiB.
+    Sizes: tiny 9 MiB, demo 3 GiB, bench 8 GiB. With --like the architecture is the real model's, with all of its
+    experts, narrower and shallower by --scale.
 
     \b
     Example:
@@ -121,20 +149,19 @@ def synth(
       moe-madv model synth --preset tiny
       moe-madv model synth bench.gguf --preset bench --type Q8_0 --dry-run
       moe-madv model synth shared.gguf --shared-ff 3072
+      moe-madv model synth ds4.gguf --like deepseek-v4-flash --scale 1/64
       moe-madv model synth replay.gguf --preset bench --replay trace.npz
     """
     from toolkit.model.routing import WINDOW, statistics
-    from toolkit.model.shape import PRESETS, routing
+    from toolkit.model.shape import routing
     from toolkit.model.synth import Synth
+    from toolkit.model.vocab import fetched_vocabulary
 
-    out = out or config.home() / "models" / f"{preset}.gguf"
     given = {name: value for name, value in options.items() if value is not None}
-    fixed = given.keys() & {"experts", "top_k", "prompt", "decode", "popularity", "recency"}
-    if replay is not None and fixed:
-        raise click.UsageError(f"--replay fixes --{min(fixed).replace('_', '-')}; leave it out")
-    shape = replace(PRESETS[preset], **given)
-    shape, trace = routing(shape, replay, seed)
-    made = Synth(shape, trace, vocab=vocab or _fetched_vocabulary(), seed=seed, preset=preset)
+    name, base = _base(preset, like, scale, replay, given)
+    out = out or config.home() / "models" / f"{name.replace(' 1/', '-')}.gguf"
+    shape, trace = routing(replace(base, **given), replay, seed)
+    made = Synth(shape, trace, vocab=vocab or fetched_vocabulary(), seed=seed, preset=name)
 
     note(
         f"{out}: {made.nbytes / GIB:.2f} GiB; {shape.layers} layers, {shape.experts} {shape.type} experts, "
@@ -163,7 +190,21 @@ def synth(
         click.echo(out)
 
 
-def _fetched_vocabulary() -> Path:
-    from toolkit.patch.upstream import load_pin, pristine
+def _base(
+    preset: str | None, like: str | None, scale: int | None, replay: Path | None, given: dict[str, Any]
+) -> tuple[str, Shape]:
+    """Name and shape that the options start from; UsageError for options that it does not leave open."""
+    from toolkit.model.arch import deepseek4
+    from toolkit.model.shape import PRESETS
 
-    return pristine(load_pin(), config.home()).llama / "models" / "ggml-vocab-qwen2.gguf"
+    if like is None:
+        if scale is not None:
+            raise click.UsageError("--scale needs --like")
+        if replay is not None and (fixed := given.keys() & _REPLAY_FIXES):
+            raise click.UsageError(f"--replay fixes --{min(fixed).replace('_', '-')}; leave it out")
+        name = preset or "demo"
+        return name, PRESETS[name]
+    others = given | {key: value for key, value in (("preset", preset), ("replay", replay)) if value is not None}
+    if fixed := others.keys() - _LIKE_LEAVES_OPEN:
+        raise click.UsageError(f"--like fixes --{min(fixed).replace('_', '-')}; leave it out")
+    return f"{like} 1/{scale or _SCALE}", deepseek4.flash(scale or _SCALE)

@@ -12,10 +12,12 @@ import click
 from toolkit.config import home, patches_dir
 from toolkit.console import note
 from toolkit.errors import PatchError
+from toolkit.patch import export as exporting
 from toolkit.patch import patching
 from toolkit.patch.patching import State, TreeStatus
+from toolkit.patch.ports import saved_ports, series_for
 from toolkit.patch.replay import HookStatus
-from toolkit.patch.series import load_series
+from toolkit.patch.series import Series, load_series
 from toolkit.patch.upstream import LLAMA, arm_tree, load_pin, locate, pristine, tree_dir
 
 _tree = click.option(
@@ -24,7 +26,24 @@ _tree = click.option(
     metavar="DIR",
     help="A llama.cpp tree, or a binding tree with one inside; default: the toolkit's own patched tree.",
 )
+_sdist = click.option(
+    "--sdist",
+    metavar="VERSION",
+    help="The pin to work with: a pinned version of llama-cpp-python; default: the one in use.",
+)
 _json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+def _place(tree: Path | None, sdist: str | None) -> tuple[Path, str, Series]:
+    """(llama.cpp, the commit to patch, the series for it). A tree at a commit with a saved port is patched there."""
+    pin = load_pin(binding=sdist)
+    if tree is None:
+        return tree_dir(pin, "patched", home()) / LLAMA, pin.commit, series_for(patches_dir(), pin.commit)
+    llama = locate(tree)[1]
+    base = patching.base_commit(llama)
+    ported = any(base in saved.commits for saved in saved_ports(patches_dir()))
+    commit = base if base is not None and ported else pin.commit
+    return llama, commit, series_for(patches_dir(), commit)
 
 
 @click.group()
@@ -40,9 +59,10 @@ def patch() -> None:
 
 @patch.command()
 @_tree
+@_sdist
 @click.option("--reset", is_flag=True, help="Take a half-applied tree back to the pin first.")
 @_json
-def apply(tree: Path | None, reset: bool, as_json: bool) -> None:
+def apply(tree: Path | None, sdist: str | None, reset: bool, as_json: bool) -> None:
     """Put the series on a tree at the pin, all of it or nothing.
 
     A tree that has the series is left alone. With --reset, the changes a half-applied tree loses are kept
@@ -53,12 +73,13 @@ def apply(tree: Path | None, reset: bool, as_json: bool) -> None:
       moe-madv patch apply
       moe-madv patch apply --tree ~/src/llama.cpp
     """
-    pin = load_pin()
-    series = load_series(patches_dir())
-    llama = locate(tree)[1] if tree else arm_tree(pin, "patched", home()).llama
+    pin = load_pin(binding=sdist)
+    if tree is None:
+        arm_tree(pin, "patched", home())
+    llama, commit, series = _place(tree, sdist)
     fetched = tree_dir(pin, "pristine", home()) / LLAMA
     donor = fetched if fetched.is_dir() else None
-    report = patching.apply(series, llama, pin.commit, reset=reset, donor=donor)
+    report = patching.apply(series, llama, commit, reset=reset, donor=donor)
     if as_json:
         click.echo(json.dumps({"llama": str(llama), **asdict(report)}, indent=2, default=str))
         return
@@ -73,8 +94,9 @@ def apply(tree: Path | None, reset: bool, as_json: bool) -> None:
 
 @patch.command()
 @_tree
+@_sdist
 @_json
-def check(tree: Path | None, as_json: bool) -> None:
+def check(tree: Path | None, sdist: str | None, as_json: bool) -> None:
     """Try the series on a tree's upstream commit without changing anything.
 
     Uncommitted changes to the files of the series count. Exit code 0 only when every entry is clean.
@@ -84,12 +106,11 @@ def check(tree: Path | None, as_json: bool) -> None:
       moe-madv patch check
       moe-madv patch check --tree ~/src/llama.cpp --json
     """
-    series = load_series(patches_dir())
     if tree is None:
-        pin = load_pin()
+        pin = load_pin(binding=sdist)
         own = tree_dir(pin, "patched", home())
         tree = own if own.is_dir() else pristine(pin, home()).root
-    llama = locate(tree)[1]
+    llama, _, series = _place(tree, sdist)
     results = patching.check(series, llama)
     if as_json:
         click.echo(json.dumps({"llama": str(llama), "hooks": [asdict(r) for r in results]}, indent=2))
@@ -104,8 +125,9 @@ def check(tree: Path | None, as_json: bool) -> None:
 
 @patch.command()
 @_tree
+@_sdist
 @_json
-def status(tree: Path | None, as_json: bool) -> None:
+def status(tree: Path | None, sdist: str | None, as_json: bool) -> None:
     """Say whether a tree is pristine, applied, stale, half-applied, foreign, missing or unfetched.
 
     \b
@@ -113,19 +135,18 @@ def status(tree: Path | None, as_json: bool) -> None:
       moe-madv patch status
       moe-madv patch status --tree ~/src/llama.cpp --json
     """
-    pin = load_pin()
-    series = load_series(patches_dir())
+    pin = load_pin(binding=sdist)
     own = tree_dir(pin, "patched", home()) / LLAMA
-    llama = locate(tree)[1] if tree else own
+    llama, commit, series = _place(tree, sdist)
     if tree is None and not tree_dir(pin, "pristine", home()).is_dir() and not own.is_dir():
         found = TreeStatus(state=State.UNFETCHED, notes=("nothing was fetched yet",), hint="moe-madv fetch")
     elif tree is None and not own.is_dir():
         note_ = "fetched; the tree to patch does not exist yet"
         found = TreeStatus(state=State.MISSING, notes=(note_,), hint="moe-madv patch apply")
     else:
-        found = patching.inspect(series, llama, pin.commit)
+        found = patching.inspect(series, llama, commit)
     if as_json:
-        facts = {"llama": str(llama), "pin": pin.commit, "label": series.label, "series": series.digest}
+        facts = {"llama": str(llama), "pin": commit, "label": series.label, "series": series.digest}
         click.echo(json.dumps({**facts, **asdict(found)}, indent=2))
         return
     click.echo(f"{found.state.value} {llama}")
@@ -133,6 +154,39 @@ def status(tree: Path | None, as_json: bool) -> None:
         click.echo(f"  {line}")
     if found.hint:
         note(f"next: {found.hint}")
+
+
+@patch.command()
+@_tree
+@_sdist
+@click.option("--dry-run", is_flag=True, help="Name the files that would change; write nothing. Exit code 12 if any.")
+@_json
+def export(tree: Path | None, sdist: str | None, dry_run: bool, as_json: bool) -> None:
+    """Turn the commits of a patched tree back into the series.
+
+    Edit the tree, commit (`git commit --fixup` for a hook), and export: payload files are taken as they are,
+    each hook's patch is written anew. Right after `moe-madv patch apply` nothing changes.
+
+    \b
+    Example:
+      moe-madv patch export
+      moe-madv patch export --dry-run
+    """
+    llama, commit, series = _place(tree, sdist)
+    found = exporting.export(series, patches_dir(), llama, commit)
+    names = sorted(found.files)
+    if not dry_run:
+        found.write()
+    if as_json:
+        click.echo(json.dumps({"llama": str(llama), "changed": names, "written": not dry_run}, indent=2))
+    else:
+        for name in names:
+            click.echo(str(patches_dir() / name))
+        note("the series is what the tree has" if not names else "would change" if dry_run else "written")
+    if dry_run and names:
+        raise PatchError(
+            f"the series is not what the tree has: {len(names)} files differ", hint="moe-madv patch export"
+        )
 
 
 @patch.command(name="list")

@@ -55,11 +55,10 @@ class RoutingStatistics:
     lru_hits: dict[int, float]  # capacity in percent of all experts -> hit rate, cache warmed by the prompt
 
 
-def load_trace(path: Path, *, layers: int) -> Trace:
-    """Read the first `layers` layers of a recorded trace (.npz with experts, phase, n_expert).
+def load_trace(path: Path, *, layers: int | None = None) -> Trace:
+    """Read the first `layers` layers, by default all, of a recorded trace (.npz with experts, phase, n_expert).
 
-    Rows the recorder has missed (-1) take the rows of other tokens of the same layer, in reversed order from
-    the nearest one, so that neighbouring tokens stay as alike as recorded ones. Raises ModelError.
+    Raises ModelError; see `complete` for what it fills.
     """
     try:
         experts, phase, n_expert = _load(path)
@@ -69,6 +68,17 @@ def load_trace(path: Path, *, layers: int) -> Trace:
             where=path,
             hint="give an .npz file with the arrays experts [token, layer, k], phase [token] and n_expert",
         ) from e
+    return complete(experts, phase, n_expert, layers=layers, path=path)
+
+
+def complete(
+    experts: NDArray[Any], phase: NDArray[Any], n_expert: int, *, layers: int | None = None, path: Path
+) -> Trace:
+    """A trace of what was recorded: experts [token, layer, k], phase [token] 0 in the prompt, then 1.
+
+    Rows the recorder has missed (-1) take the rows of other tokens of the same layer, in reversed order from
+    the nearest one, so that neighbouring tokens stay as alike as recorded ones. Raises ModelError.
+    """
     if (
         experts.ndim != 3
         or not experts.size
@@ -81,6 +91,7 @@ def load_trace(path: Path, *, layers: int) -> Trace:
             where=path,
             hint="experts must be integers [token, layer, k] and phase [token]",
         )
+    layers = experts.shape[1] if layers is None else layers
     if layers > experts.shape[1]:
         raise ModelError(
             f"the trace has {experts.shape[1]} layers, {layers} are wanted",

@@ -20,7 +20,7 @@ _MAX_POPULARITY, _MAX_RECENCY = 10, 100
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the model is made of; `type` is that of the routed experts, all other matrices are Q4_0."""
+    """What the model is made of; `type` is that of the routed experts, `dense` that of all other matrices."""
 
     layers: int
     experts: int
@@ -39,6 +39,11 @@ class Shape:
     def arch(self) -> str:
         """llama.cpp's name of the architecture: the one of its kind with, or without, a shared expert."""
         return "qwen2moe" if self.shared_ff else "qwen3moe"
+
+    @property
+    def dense(self) -> str:
+        """Type of all matrices that are not routed experts."""
+        return "Q4_0"
 
 
 PRESETS = {

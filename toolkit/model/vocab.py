@@ -8,9 +8,11 @@ from typing import Any
 
 from gguf import GGUFWriter, TokenType
 
+from toolkit import config
 from toolkit.errors import ModelError
 from toolkit.model.cursor import Cursor
 from toolkit.model.gguf_header import read_header
+from toolkit.patch.upstream import load_pin, pristine
 
 _TOKENS, _TYPES, _MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.merges"
 _WIDTH = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -84,6 +86,11 @@ def read_vocabulary(path: Path) -> Vocabulary:
     if not arrays.keys() >= {_TOKENS, _TYPES, _MERGES} or len(arrays[_TOKENS]) != len(arrays[_TYPES]):
         raise ModelError(f"{_TOKENS}, {_TYPES} or {_MERGES} is missing or too short", where=path)
     return Vocabulary(tokens=arrays[_TOKENS], types=arrays[_TYPES], merges=arrays[_MERGES], scalars=scalars)
+
+
+def fetched_vocabulary() -> Path:
+    """The vocabulary that comes with the fetched llama.cpp; raises FetchError if nothing was fetched."""
+    return pristine(load_pin(), config.home()).llama / "models" / "ggml-vocab-qwen2.gguf"
 
 
 def _arrays(cur: Cursor) -> dict[str, list[Any]]:

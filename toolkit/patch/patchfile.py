@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import email
 import email.policy
+import email.utils
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.errors import PinError
 
 _SECTION = re.compile(rb"diff --git a/(.+) b/(.+)")
+_START = re.compile(rb"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
 _HUNK = re.compile(rb"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 _BINARY = re.compile(rb"GIT binary patch|Binary files (?:a/)?(.+?) and .+ differ")
 _NOT_AN_EDIT = re.compile(rb"(new file|deleted file|old|new) mode |(rename|copy) (from|to) ")
@@ -29,7 +33,7 @@ class Patch:
     def with_crlf(self) -> bytes:
         """The text with CR LF at the end of each hunk line, for a target stored that way."""
         return b"".join(
-            line[:-1] + b"\r\n" if in_hunk and not line.startswith(b"\\") else line
+            line.rstrip(b"\r\n") + b"\r\n" if in_hunk and not line.startswith(b"\\") else line
             for line, in_hunk in _lines(self.text)
         )
 
@@ -87,6 +91,58 @@ def hunks(text: bytes) -> list[bytes]:
     """The patch split into patches of one hunk each."""
     header, *parts = re.split(rb"^(?=@@ )", text[text.index(b"diff --git ") :], flags=re.MULTILINE)
     return [header + part for part in parts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One added or removed line of a patch."""
+
+    sign: str  # "+" | "-"
+    line: int  # in the file after the patch for "+", before it for "-"; from 1
+    text: str  # without the sign and the newline
+
+
+def changes(text: bytes) -> tuple[Change, ...]:
+    """Every added and removed line with the place where it is."""
+    found = []
+    old = new = 0
+    for line, in_hunk in _lines(text):
+        shown = line[1:].rstrip(b"\r\n").decode("utf-8", "replace")
+        if start := None if in_hunk else _START.match(line):
+            old, new = int(start[1]), int(start[2])
+        elif in_hunk and line[:1] == b"-":
+            found.append(Change(sign="-", line=old, text=shown))
+            old += 1
+        elif in_hunk and line[:1] == b"+":
+            found.append(Change(sign="+", line=new, text=shown))
+            new += 1
+        elif in_hunk and line[:1] != b"\\":
+            old, new = old + 1, new + 1
+    return tuple(found)
+
+
+def preimages(text: bytes) -> list[tuple[int, tuple[str, ...]]]:
+    """For each hunk, its first line in the file before the patch, and the lines it expects there."""
+    found: list[tuple[int, list[str]]] = []
+    for line, in_hunk in _lines(text):
+        start = None if in_hunk else _START.match(line)
+        if start:
+            found.append((int(start[1]), []))
+        elif in_hunk and line[:1] in (b" ", b"-"):
+            found[-1][1].append(line[1:].rstrip(b"\r\n").decode("utf-8", "replace"))
+    return [(first, tuple(lines)) for first, lines in found]
+
+
+def compose(subject: str, body: str, author: str, timestamp: int, diff: bytes) -> bytes:
+    """A patch in mailbox format that depends on nothing else: no commit id, no version of git."""
+    date = email.utils.format_datetime(datetime.datetime.fromtimestamp(timestamp, datetime.timezone.utc))
+    date = date.replace(", 0", ", ")  # git writes the day without a zero
+    head = textwrap.fill(
+        f"Subject: {subject}", width=78, subsequent_indent=" ", break_long_words=False, break_on_hyphens=False
+    )
+    lines = [f"From {'0' * 40} Mon Sep 17 00:00:00 2001", f"From: {author}", f"Date: {date}", head, "", body, "", ""]
+    message = "\n".join(lines if body else lines[:-2])
+    return message.encode() + diff
 
 
 def _lines(text: bytes) -> list[tuple[bytes, bool]]:

@@ -106,6 +106,12 @@ def inspect(series: Series, llama: Path, pin_commit: str) -> TreeStatus:
     return status(State.STALE, "moe-madv patch apply")
 
 
+def base_commit(llama: Path) -> str | None:
+    """The commit of upstream a tree stands on, under commits of ours; None without a repository of its own."""
+    git = Git(root=llama)
+    return _history(git)[1] if llama.is_dir() and git.is_repository() else None
+
+
 def check(series: Series, llama: Path) -> tuple[HookResult, ...]:
     """Try every entry on the tree's upstream commit, uncommitted changes included; nothing is changed."""
     git = Git(root=llama)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from toolkit.patch.blobs import is_crlf
 from toolkit.patch.gitrepo import Git
 from toolkit.patch.patchfile import hunks
 from toolkit.patch.series import Hook, Payload, Series
@@ -20,6 +22,8 @@ TRAILER = "MoE-MADV-Series"  # names the digest of the series in each of its com
 
 class HookStatus(str, Enum):
     CLEAN = "clean"  # applies, at an offset or not, without fuzz
+    THREE_WAY = "three-way"  # merged with what upstream changed since the pin
+    ANCHORED = "anchored"  # written anew at its anchors
     ALREADY_PRESENT = "already-present"  # upstream has this change
     CONFLICT = "conflict"  # the file changed around the hook
     GONE = "gone"  # upstream has no such file
@@ -51,12 +55,12 @@ class Replay:
 
 
 @contextlib.contextmanager
-def dry(git: Git) -> Iterator[Git]:
-    """The same repository with new objects going to a temporary place."""
+def dry(git: Git, *others: Git) -> Iterator[Git]:
+    """The same repository with new objects going to a temporary place, and with the objects of others."""
     with tempfile.TemporaryDirectory(prefix="moe-madv-") as scratch:
         # Quoted as git wants it, or a colon in the path would end it.
-        real = json.dumps(str(git.git_path("objects").resolve()), ensure_ascii=False)
-        yield git.with_env(GIT_OBJECT_DIRECTORY=scratch, GIT_ALTERNATE_OBJECT_DIRECTORIES=real)
+        places = [json.dumps(str(g.git_path("objects").resolve()), ensure_ascii=False) for g in (git, *others)]
+        yield git.with_env(GIT_OBJECT_DIRECTORY=scratch, GIT_ALTERNATE_OBJECT_DIRECTORIES=os.pathsep.join(places))
 
 
 def replay(series: Series, git: Git, parent: str, tree: str) -> Replay:
@@ -70,11 +74,11 @@ def replay(series: Series, git: Git, parent: str, tree: str) -> Replay:
         index = git.with_env(GIT_INDEX_FILE=str(Path(scratch) / "index"))
         index.run("read-tree", tree)
         for payload in series.payload:
-            results.append(_add_payload(index, payload))
+            results.append(add_payload(index, payload))
         names = "\n".join(p.target for p in series.payload)
         commits.append(_commit(series, index, parent, f"moe-madv : add the {series.label} payload\n\n{names}"))
         for hook in series.hooks:
-            result = _apply_hook(index, hook)
+            result = apply_hook(index, hook)
             results.append(result)
             if result.status is HookStatus.CLEAN:
                 message = f"{hook.patch.subject or hook.name}\n\n{hook.patch.body}".strip()
@@ -82,7 +86,8 @@ def replay(series: Series, git: Git, parent: str, tree: str) -> Replay:
     return Replay(commits=tuple(commits), results=tuple(results))
 
 
-def _add_payload(index: Git, payload: Payload) -> HookResult:
+def add_payload(index: Git, payload: Payload) -> HookResult:
+    """Add a file of ours to the index; a file of that name is left as it is."""
     present = index.run("cat-file", "blob", f":{payload.target}", check=False)
     if present.returncode == 0:
         same = present.stdout == payload.data
@@ -94,15 +99,16 @@ def _add_payload(index: Git, payload: Payload) -> HookResult:
     return HookResult(name="payload", file=payload.target, status=HookStatus.CLEAN)
 
 
-def _apply_hook(index: Git, hook: Hook) -> HookResult:
+def apply_hook(index: Git, hook: Hook) -> HookResult:
+    """Apply a hook to the index if it fits without fuzz; otherwise the index stays as it is."""
+
     def result(status: HookStatus, line: int | None = None, detail: str = "") -> HookResult:
         return HookResult(name=hook.name, file=hook.file, status=status, line=line, detail=detail)
 
     before = index.run("cat-file", "blob", f":{hook.file}", check=False)
     if before.returncode != 0:
         return result(HookStatus.GONE, detail="upstream has no such file")
-    in_kind = before.stdout.count(b"\r\n") == before.stdout.count(b"\n") > 0
-    text = hook.patch.with_crlf() if in_kind else hook.patch.text
+    text = hook.patch.with_crlf() if is_crlf(before.stdout) else hook.patch.text
     done = index.run("apply", "--cached", "--verbose", "-", stdin=text, check=False)
     # git reports success for a patch it skipped, so the content decides: the hook can be taken out again.
     present = index.run("apply", "--cached", "--check", "--reverse", "-", stdin=text, check=False).returncode == 0

@@ -152,6 +152,52 @@ def fetch(project: str, version: str, sha256: str, folder: Path) -> Path:
     )
 
 
+def fetch_unpinned(project: str, version: str, folder: Path) -> tuple[Path, str]:
+    """(path, sha256) of the sdist of a version that has no pin: the hash is the one its index announces.
+
+    One that is in `folder` is taken as it is. Raises FetchError when no place offers it with a hash.
+    """
+    for present in folder.glob("*.tar.gz"):
+        if _is_sdist(present.name, project, version):
+            return present, sha256_file(present)
+    settings = PipSettings.current()
+    problems: list[str] = []
+    with settings.session() as session:
+        for candidate in _candidates(settings, session, project, version, problems):
+            path = local_path(candidate.url)
+            sha256 = candidate.sha256 or (sha256_file(path) if path is not None else None)
+            if sha256 is not None:
+                return fetch(project, version, sha256, folder), sha256
+            problems.append(f"no hash announced at {redact(candidate.url)}")
+    raise FetchError(
+        f"no sdist of {project} {version} found:" + "".join(f"\n  {p}" for p in problems),
+        hint="check the version, and the index settings: pip config list",
+    )
+
+
+def newest(project: str) -> str:
+    """The newest released version, pre-releases aside, that any place pip looks at has an sdist of."""
+    settings = PipSettings.current()
+    problems: list[str] = []
+    name = canonicalize_name(project)
+    found: list[Version] = []
+    with settings.session() as session:
+        for candidate in _offered(settings, session, name, problems):
+            try:
+                _, version, kind = pypi_simple.parse_filename(candidate.filename, project)
+            except pypi_simple.UnparsableFilenameError:
+                continue
+            if kind == "sdist" and _is_sdist(candidate.filename, project, version):
+                found.append(Version(version))
+    released = [v for v in found if not v.is_prerelease]
+    if not released:
+        raise FetchError(
+            f"no sdist of {project} found:" + "".join(f"\n  {p}" for p in problems),
+            hint="check the index settings: pip config list",
+        )
+    return str(max(released))
+
+
 def _is_sdist(filename: str, project: str, version: str) -> bool:
     try:
         name, found, kind = pypi_simple.parse_filename(filename, project)
@@ -169,14 +215,18 @@ def _candidates(
     settings: PipSettings, session: requests.Session, project: str, version: str, problems: list[str]
 ) -> Iterator[Candidate]:
     """Every matching file, place by place; a place that cannot be read is added to `problems`."""
-    name = canonicalize_name(project)
+    for candidate in _offered(settings, session, canonicalize_name(project), problems):
+        if _is_sdist(candidate.filename, project, version):
+            yield candidate
+
+
+def _offered(settings: PipSettings, session: requests.Session, name: str, problems: list[str]) -> Iterator[Candidate]:
+    """Every file of a project, place by place."""
     places = [(place, False) for place in settings.find_links] + [(url, True) for url in settings.index_urls]
     for place, is_index in places:
         before = "looked in" if is_index else "looked at"
         try:
-            for candidate in _listing(place, is_index, session, name, settings.timeout):
-                if _is_sdist(candidate.filename, project, version):
-                    yield candidate
+            yield from _listing(place, is_index, session, name, settings.timeout)
         except (requests.RequestException, OSError, pypi_simple.UnsupportedContentTypeError) as e:
             problems.append(f"could not read {redact(place)}: {type(e).__name__}")
         else:

@@ -90,8 +90,8 @@ def load_pin(path: Path | None = None, *, binding: str | None = None) -> Pin:
         raise PinError(
             f"{PROJECT} {version} is not pinned (pinned: {known})",
             where=path,
-            hint=f"add [{key}] with sdist_sha256 (64 hex digits, of the sdist) and commit (40 hex digits, "
-            f"`git rev-parse HEAD` in its {LLAMA.as_posix()})",
+            hint=f"moe-madv port {version} --write, or by hand: add [{key}] with sdist_sha256 (64 hex digits, "
+            f"of the sdist) and commit (40 hex digits, `git rev-parse HEAD` in its {LLAMA.as_posix()})",
         )
     for field, length in (("sdist_sha256", 64), ("commit", 40)):
         value = entry.get(field)
