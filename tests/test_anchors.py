@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from toolkit.config import patches_dir
 from toolkit.errors import PinError
 from toolkit.patch.anchors import AnchorError, Anchors, Edit, Place, apply_edits, load_anchors, present
 from toolkit.patch.gitrepo import Git
+from toolkit.patch.ports import saved_ports, series_for
 from toolkit.patch.replay import dry, replay
 from toolkit.patch.series import load_series
 from toolkit.patch.upstream import load_pin, pristine
@@ -67,6 +69,16 @@ def test_unusable_anchors_are_refused_with_the_key(patches: Path, old: str, new:
         load(patches, ANCHORS.replace(old, new))
     assert said in str(e.value)
     assert "anchors.toml" in str(e.value)
+
+
+def test_an_edit_without_text_inserts_what_the_hunk_of_its_number_adds(patches: Path) -> None:
+    graph = ANCHORS.index("[[hook.graph]]")
+    text = ANCHORS[:graph] + re.sub(r"^text = (?:'#.*\n|\'{3}[^']*\'{3}\n)", "", ANCHORS[graph:], flags=re.MULTILINE)
+    assert text.count("text = ") == ANCHORS.count("text = ") - 2
+    assert load(patches, text).edits == load(patches).edits
+    # The mapping's second hunk removes lines, so there is no text to take from it.
+    with pytest.raises(PinError, match=r"hook\.mapping\[1\].*text"):
+        load(patches, ANCHORS.replace('text = "    moe_add(addr(), size());"\n', ""))
 
 
 TWO = "void f() {\n    a();\n    b();\n}\n\nvoid g() {\n        a();\n}\n"
@@ -131,3 +143,13 @@ def test_the_shipped_anchors_give_the_shipped_patches(real_home: Path) -> None:
         for hook, *around in zip(series.hooks, commits, commits[1:], strict=False):
             old, new = (git.run("cat-file", "blob", f"{c}:{hook.file}").stdout.decode() for c in around)
             assert apply_edits(old, hook.file, edits[hook.name]) == new, hook.name
+
+
+def test_the_shipped_ports_were_made_from_the_shipped_hooks() -> None:
+    """Otherwise the error says which port to write anew."""
+    commits = [commit for saved in saved_ports(patches_dir()) for commit in saved.commits]
+    assert len(set(commits)) == len(commits) > 0
+    for commit in commits:
+        series = series_for(patches_dir(), commit)
+        assert {h.name for h in series.hooks} == {h.name for h in load_series(patches_dir()).hooks}
+        assert any(h.source.startswith("ports/") for h in series.hooks)

@@ -58,7 +58,14 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
         const uint64_t margin = std::max<uint64_t>(64*1024*1024, spare/32);
         budget = spare - std::min(spare, state.bytes_always + margin);
     }
-    state.cache_needed = state.cache_needed || budget < state.cache->bytes_full();
+    // layers become known graph by graph when others run elsewhere: the files tell at once that not all can stay
+    uint64_t n_mapped = 0;
+    for (const ggml_moe_mapping & mapping : state.mappings) {
+        n_mapped += mapping.range.size();
+    }
+    const uint64_t available = os.memory_available();
+    state.cache_needed = state.cache_needed || budget < state.cache->bytes_full() ||
+        (state.params.cache_bytes == 0 && available != 0 && n_mapped > available);
 
     auto & counter = state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET];
     const uint64_t before = counter;

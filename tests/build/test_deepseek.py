@@ -101,7 +101,7 @@ def test_moe_madv_is_reproduced_and_a_second_call_measures_nothing(
         "--arms",
         "off,madv",
         "--repeats",
-        "2",
+        "1",
         "--matrix",
         "--out",
         out,

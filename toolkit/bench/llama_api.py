@@ -304,6 +304,9 @@ class Session:
 
         self.selected: list[tuple[int, np.ndarray]] = []
         if trace:
+            # the selection can be in a GPU's memory
+            self._get = _ggml_base().ggml_backend_tensor_get
+            self._get.restype, self._get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_size_t] * 2]
             self._callback = llama_cpp.llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
             context_params.cb_eval = self._callback
 
@@ -327,8 +330,7 @@ class Session:
         ids = np.empty((n_tokens, n_used), dtype=np.int32)
         for i in range(n_tokens):
             # a view of the sorted row of all experts: rows are nb[1] apart
-            row = (ctypes.c_int32 * n_used).from_address(tensor.data + i * tensor.nb[1])
-            ids[i] = row
+            self._get(pointer, ids[i].ctypes.data, i * tensor.nb[1], n_used * ids.itemsize)
         self.selected.append((int(found.group(1)), ids))
         return True
 

@@ -17,6 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
+# Before numpy: a build for a GPU can carry a C++ runtime of its own, and mixed with the one that numpy's libraries
+# bring in, llama.cpp crashes where it formats numbers.
+import llama_cpp  # noqa: F401
 import numpy as np
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from toolkit.errors import PinError
+from toolkit.patch import patchfile
 from toolkit.patch.scope import Scope, scopes
-from toolkit.patch.series import Series
+from toolkit.patch.series import Hook, Series
 from toolkit.patch.upstream import read_toml
 
 Kind = Literal["before", "after", "replace", "enter"]
@@ -58,7 +60,10 @@ class Anchors:
 
 
 def load_anchors(patches_dir: Path, series: Series) -> Anchors:
-    """Read anchors.toml; PinError names the key that cannot be used. A hook without an entry has no edits."""
+    """Read anchors.toml; PinError names the key that cannot be used. A hook without an entry has no edits.
+
+    An edit without a text inserts what the hunk of the same number adds.
+    """
     path = patches_dir / "anchors.toml"
     data = read_toml(path)
     hooks = {h.name for h in series.hooks}
@@ -67,10 +72,12 @@ def load_anchors(patches_dir: Path, series: Series) -> Anchors:
     if unknown:
         raise PinError(f"the series has no hook {', '.join(sorted(unknown))}", where=f"{path}: hook")
     edits = {
-        name: tuple(
-            _edit(e, path, f"hook.{name}[{i}]") for i, e in enumerate(_list(entries, list, path, f"hook.{name}"))
+        hook.name: tuple(
+            _edit(entry, _added(hook, i), path, f"hook.{hook.name}[{i}]")
+            for i, entry in enumerate(_list(named[hook.name], list, path, f"hook.{hook.name}"))
         )
-        for name, entries in named.items()
+        for hook in series.hooks
+        if hook.name in named
     }
     overlaps = tuple(
         _overlap(entry, path, f"overlap[{i}]")
@@ -176,12 +183,21 @@ def _bare(text: tuple[str, ...]) -> tuple[str, ...]:
     return tuple("\n".join(line.strip() for line in text).strip("\n").split("\n"))
 
 
-def _edit(entry: Any, path: Path, where: str) -> Edit:
+def _added(hook: Hook, number: int) -> str | None:
+    """The lines that one hunk of a hook's patch adds, without their common indentation; None if it removes some."""
+    hunks = patchfile.hunks(hook.patch.text)
+    changes = patchfile.changes(hunks[number]) if number < len(hunks) else ()
+    if not changes or any(c.sign == "-" for c in changes):
+        return None
+    return textwrap.dedent("".join(f"{c.text}\n" for c in changes))
+
+
+def _edit(entry: Any, added: str | None, path: Path, where: str) -> Edit:
     names = entry.get("scope") if isinstance(entry, dict) else None
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise PinError('`scope` must be a function\'s name, a list of them, or ""', where=f"{path}: {where}.scope")
-    common = entry.get("text")
+    common = entry.get("text", added)
     places = _list(entry.get("at"), list, path, f"{where}.at")
     if not places:
         raise PinError("`at` must name at least one place", where=f"{path}: {where}.at")
