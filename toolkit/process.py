@@ -1,12 +1,16 @@
-"""The one way the toolkit runs another program."""
+"""The one way the toolkit runs another program to its end, and the one to keep one running."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from toolkit.console import note
 from toolkit.errors import CommandError
@@ -70,3 +74,22 @@ def run(
         hint = f"read the whole log: {log}" if log else None
         raise CommandError(f"command failed with exit code {done.returncode}:\n{last}", where=shown, hint=hint)
     return done
+
+
+@contextlib.contextmanager
+def running(
+    argv: Sequence[str], *, env: Mapping[str, str] | None = None, stdout: int | IO[str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A child that ends when we do, also when we are terminated; `env` is all of its environment, None: ours."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=stdout)
+    try:
+        yield process
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        process.kill()
+        process.wait()

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <system_error>
 
 uint64_t ggml_moe_now_ns(void) {
     const auto now = std::chrono::steady_clock::now().time_since_epoch();
@@ -13,7 +14,11 @@ uint64_t ggml_moe_now_ns(void) {
 ggml_moe_cache::ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life,
         std::function<void()> watch) : os(os), counters(counters), half_life(half_life), watch(std::move(watch)) {
     for (int i = 0; i < n_readers; i++) {
-        readers.emplace_back([this, i] { read(i == 0); });
+        try {
+            readers.emplace_back([this, i] { read(i == 0); });
+        } catch (const std::system_error &) {
+            break; // fewer do as well
+        }
     }
 }
 
@@ -36,6 +41,12 @@ ggml_moe_cache::~ggml_moe_cache() {
 //
 // layers and memory
 //
+
+bool ggml_moe_cache_layer::overlaps(ggml_moe_range range) const {
+    return std::any_of(parts.begin(), parts.end(), [&](const ggml_moe_cache_part & part) {
+        return part.begin < range.end && range.begin < part.begin + part.slice*slots.size();
+    });
+}
 
 ggml_moe_cache_layer * ggml_moe_cache::find(uintptr_t begin) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -100,10 +111,7 @@ void ggml_moe_cache::remove(ggml_moe_range range) {
 
     for (auto it = layers.begin(); it != layers.end();) {
         ggml_moe_cache_layer & layer = *it->second;
-        const bool hit = std::any_of(layer.parts.begin(), layer.parts.end(), [&](const ggml_moe_cache_part & part) {
-            return part.begin < range.end && range.begin < part.begin + part.slice*layer.slots.size();
-        });
-        if (!hit) {
+        if (!layer.overlaps(range)) {
             ++it;
             continue;
         }
@@ -118,8 +126,12 @@ void ggml_moe_cache::remove(ggml_moe_range range) {
             }
         }
         for (auto * slot : layer.slots) {
-            if (slot != nullptr) {
-                ready.wait(lock, [&] { return slot->n_pins == 0; });
+            if (slot == nullptr) {
+                continue;
+            }
+            // while the lock is released, a budget that shrinks may take the slot
+            ready.wait(lock, [&] { return slot->layer != &layer || slot->n_pins == 0; });
+            if (slot->layer == &layer) {
                 slot->ahead = false;
                 evict(*slot);
             }
@@ -309,22 +321,34 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
     std::vector<ggml_moe_cache_slot *> incomplete; // on its way already
     std::vector<int32_t>               missing;
 
+    const uint32_t max_failed = 16; // after which a layer is left to the mapping
+
     std::unique_lock<std::mutex> lock(mutex);
     touch(layer, ids);
 
+    for (ggml_moe_cache_slot * slot : layer.slots) {
+        if (slot != nullptr) {
+            slot->ahead = false; // what was read ahead is due now
+        }
+    }
     for (const int32_t id : ids.distinct) {
         ggml_moe_cache_slot * slot = layer.slots[id];
+        bool complete = true;
+        bool failed   = false;
+        for (size_t p = 0; slot != nullptr && p < n_parts; p++) {
+            const uint8_t state = slot->state[p].load(std::memory_order_acquire);
+            complete = complete && state != GGML_MOE_CACHE_ABSENT;
+            failed   = failed   || state == GGML_MOE_CACHE_FAILED;
+        }
+        if (slot != nullptr && failed && slot->n_pins == 0) {
+            evict(*slot);
+            slot = nullptr;
+        }
         if (slot == nullptr) {
             missing.push_back(id);
             continue;
         }
         slot->n_pins++;
-        slot->ahead = false;
-        bool complete = true;
-        for (size_t p = 0; p < n_parts; p++) {
-            const uint8_t state = slot->state[p].load(std::memory_order_acquire);
-            complete = complete && state != GGML_MOE_CACHE_ABSENT;
-        }
         if (complete) {
             plan.order.push_back(id);
             plan.slots.push_back(slot);
@@ -349,7 +373,9 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
     }
 
     std::vector<ggml_moe_cache_slot *> found;
-    acquire(*layer.pool, missing.size(), found);
+    if (layer.n_failed < max_failed) {
+        acquire(*layer.pool, missing.size(), found);
+    }
     for (size_t i = 0; i < found.size(); i++) {
         place(layer, missing[i], *found[i]);
         found[i]->n_pins += 1 + (int) n_parts;
@@ -393,6 +419,7 @@ void ggml_moe_cache::finish(ggml_moe_cache_plan & plan) {
             slot->n_pins--;
         }
     }
+    trim(*plan.layer->pool);
     plan.layer = nullptr;
     plan.slots.clear();
     plan.nodes.clear();
@@ -408,8 +435,6 @@ size_t ggml_moe_cache::ahead(ggml_moe_cache_layer * layer, const std::vector<int
         for (const int32_t id : experts) {
             if (layer->slots[id] == nullptr) {
                 missing.push_back(id);
-            } else {
-                layer->slots[id]->ahead = true; // no victim of the others
             }
         }
         // half of the slots stay with the experts in use
@@ -418,6 +443,13 @@ size_t ggml_moe_cache::ahead(ggml_moe_cache_layer * layer, const std::vector<int
             n_ahead += slot.layer != nullptr && slot.ahead;
         }
         const size_t most = layer->pool->n_max/2;
+        for (const int32_t id : experts) {
+            ggml_moe_cache_slot * slot = layer->slots[id];
+            if (slot != nullptr && !slot->ahead && n_ahead < most) {
+                slot->ahead = true; // no victim of the others
+                n_ahead++;
+            }
+        }
         missing.resize(std::min(missing.size(), most - std::min(most, n_ahead)));
 
         acquire(*layer->pool, missing.size(), found);
@@ -445,6 +477,7 @@ void ggml_moe_cache::drop_ahead() {
         for (auto & slot : pool->slots) {
             slot.ahead = false;
         }
+        trim(*pool);
     }
 }
 
@@ -512,6 +545,7 @@ void ggml_moe_cache::read(bool watches) {
 
         // who sees the state may count on the slot being free of this read
         next.slot->n_pins--;
+        next.slot->layer->n_failed += state == GGML_MOE_CACHE_FAILED;
         next.slot->state[next.part].store(state, std::memory_order_release);
         ready.notify_all();
     }

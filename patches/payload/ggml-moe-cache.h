@@ -95,6 +95,9 @@ struct ggml_moe_cache_layer {
     size_t                             index = 0; // position among all layers, in the order they run
     ggml_moe_cache_pool *              pool  = nullptr;
     ggml_moe_layer_stats *             stats = nullptr;
+    uint32_t                           n_failed = 0; // reads that did not succeed
+
+    bool overlaps(ggml_moe_range range) const;
 };
 
 // slots of one size; layers whose experts have the same size share them
@@ -113,7 +116,7 @@ struct ggml_moe_cache_pool {
 struct ggml_moe_cache_plan {
     ggml_moe_cache_layer *             layer = nullptr;
     std::thread::id                    owner;           // the thread that announced it
-    std::vector<const ggml_tensor *>   nodes;           // one per part
+    std::vector<const ggml_tensor *>   nodes;           // one per part, NULL: not in this group
     std::vector<int32_t>               order;           // all experts, the selected ones first: those in memory, then in the order of reading
     std::vector<ggml_moe_cache_slot *> slots;           // [n_selected], NULL: read through the mapping
 };
@@ -122,6 +125,8 @@ struct ggml_moe_cache {
     // `watch` is called about ten times a second by a reader that has nothing to do
     ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life, std::function<void()> watch);
     ~ggml_moe_cache();
+
+    size_t n_readers() const { return readers.size(); } // 0: no thread could be started, nothing can be read
 
     // the layer whose first matrix starts at `begin`, or NULL
     ggml_moe_cache_layer * find(uintptr_t begin);
@@ -132,7 +137,7 @@ struct ggml_moe_cache {
     // forgets all layers with a part in the range and waits for their reads
     void remove(ggml_moe_range range);
 
-    // bytes of slots, shared among the pools by the size of their layers; slots above it are given back as they get free
+    // bytes of slots, shared among the pools by the size of their layers; slots in use go when they are no longer
     void   set_budget(uint64_t bytes);
     size_t bytes_held();
     size_t bytes_full(); // with every expert in memory

@@ -135,10 +135,13 @@ static void ggml_moe_lock(ggml_moe_prefetch_state & state, const ggml_moe_os & o
 
     auto same = [&](const ggml_moe_range & r) { return r.begin == range.begin; };
     const uint64_t held = state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED];
-    // more than half of the memory would leave too little for the experts
-    const uint64_t most = std::min(state.params.lock_bytes, os.memory_available()/2);
-    if (state.lock_refused || held + range.size() > most || !ggml_moe_find_mapping(state, range) ||
+    if (state.lock_refused || !ggml_moe_find_mapping(state, range) ||
         std::any_of(state.locked.begin(), state.locked.end(), same)) {
+        return;
+    }
+    // more than half of the memory would leave too little for the experts
+    if (held + range.size() > std::min(state.params.lock_bytes, os.memory_available()/2)) {
+        state.lock_refused = true;
         return;
     }
     const int result = os.lock(range.begin, range.size());
@@ -196,7 +199,6 @@ void ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
         }
     }
     if (!state.queue_running) {
-        state.queue_running = true;
         std::thread([&state] {
             std::unique_lock<std::mutex> queue_lock(state.queue_mutex);
             for (;;) {
@@ -215,6 +217,7 @@ void ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
                 queue_lock.lock();
             }
         }).detach();
+        state.queue_running = true;
     }
     state.queue_filled.notify_one();
 }

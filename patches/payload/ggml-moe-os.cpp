@@ -21,6 +21,7 @@
 #    include <sys/sysmacros.h>
 #elif defined(__APPLE__)
 #    include <limits.h>
+#    include <mach/mach.h>
 #    include <sys/sysctl.h>
 #    include <sys/types.h>
 #endif
@@ -249,6 +250,10 @@ static void * ggml_moe_os_memory_reserve(size_t size) {
 #if defined(MADV_HUGEPAGE)
     (void) madvise(data, size, MADV_HUGEPAGE); // a wish: small pages serve as well
 #endif
+#if defined(MADV_DONTFORK)
+    // a child does without: sharing would copy each page that a direct read fills
+    (void) madvise(data, size, MADV_DONTFORK);
+#endif
     return data;
 }
 
@@ -385,7 +390,11 @@ static uint64_t ggml_moe_os_memory_spare(void) {
     return available == 0 && spare == UINT64_MAX ? 0 : std::min(available == 0 ? UINT64_MAX : available, spare);
 #elif defined(__APPLE__)
     // no figure says what reclaim could give: half of the machine leaves room for everybody else
-    return ggml_moe_os_memory_available()/2;
+    task_vm_info_data_t    info;
+    mach_msg_type_number_t count = TASK_VM_INFO_COUNT;
+    const bool     known = task_info(mach_task_self(), TASK_VM_INFO, (task_info_t) &info, &count) == KERN_SUCCESS;
+    const uint64_t half  = ggml_moe_os_memory_available()/2;
+    return half - std::min<uint64_t>(half, known ? info.phys_footprint : half);
 #else
     return 0;
 #endif

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <thread>
 
@@ -24,18 +25,63 @@ struct ggml_moe_thread {
     ~ggml_moe_thread();
 };
 
-static void ggml_moe_plan_end(ggml_moe_prefetch_state & state, ggml_moe_plan & plan) {
-    std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
-    if (plan.cache) {
-        plan.cache->finish(plan);
-        state.plans.erase(std::remove(state.plans.begin(), state.plans.end(), &plan), state.plans.end());
-        const auto cache = std::move(plan.cache);
-        lock.unlock(); // its end, if this was the last to use it, joins threads
+static bool ggml_moe_plan_has(const ggml_moe_plan & plan, const ggml_tensor * node) {
+    return std::find(plan.nodes.begin(), plan.nodes.end(), node) != plan.nodes.end();
+}
+
+// with the list's mutex held; the cache comes back so that it can end without it
+static std::shared_ptr<ggml_moe_cache> ggml_moe_plan_unlist(ggml_moe_prefetch_state & state, ggml_moe_plan & plan) {
+    plan.cache->finish(plan);
+    state.plans.erase(std::remove(state.plans.begin(), state.plans.end(), &plan), state.plans.end());
+    state.n_plans = state.plans.size();
+    return std::move(plan.cache);
+}
+
+static void ggml_moe_plan_end(ggml_moe_plan & plan) {
+    if (plan.state == nullptr) {
+        return;
+    }
+    if (plan.state != &ggml_moe_prefetch_get_state()) { // in a child: its threads and locks are the parent's
+        new std::shared_ptr<ggml_moe_cache>(std::move(plan.cache));
+        plan.state = nullptr;
+        return;
+    }
+    std::shared_ptr<ggml_moe_cache> cache; // its end, if this was the last to use it, joins threads
+    std::unique_lock<std::shared_mutex> lock(plan.state->plans_mutex);
+    if (plan.cache) { // else another thread ended it
+        cache = ggml_moe_plan_unlist(*plan.state, plan);
     }
 }
 
 ggml_moe_thread::~ggml_moe_thread() {
-    ggml_moe_plan_end(ggml_moe_prefetch_get_state(), plan);
+    ggml_moe_plan_end(plan);
+}
+
+// The matmuls of a group that the cache knows by their weights are sent to it; returns the others, which read the
+// mapping: adapters of a LoRA share the ids, and a graph that is run in pieces shows parts of a group.
+static ggml_moe_group ggml_moe_plan_begin(ggml_moe_prefetch_state & state, ggml_moe_plan & plan,
+        const std::shared_ptr<ggml_moe_cache> & cache, ggml_moe_cache_layer & layer, const ggml_moe_group & group) {
+    ggml_moe_group others;
+
+    plan.nodes.assign(layer.parts.size(), nullptr);
+    for (const ggml_tensor * node : group.nodes) {
+        const ggml_tensor * weights = node->src[0];
+        size_t part = 0;
+        while (part < layer.parts.size() && (plan.nodes[part] != nullptr || layer.parts[part].begin != (uintptr_t) weights->data ||
+                layer.parts[part].slice != weights->nb[2] || (int64_t) layer.slots.size() != weights->ne[2])) {
+            part++;
+        }
+        if (part < layer.parts.size()) {
+            plan.nodes[part] = node;
+        } else {
+            others.nodes.push_back(node);
+        }
+    }
+    plan.cache = cache;
+    plan.layer = &layer;
+    plan.owner = std::this_thread::get_id();
+    plan.state = &state;
+    return others;
 }
 
 //
@@ -56,7 +102,11 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
         const uint64_t held   = state.cache->bytes_held();
         const uint64_t spare  = os.memory_spare() + held;
         const uint64_t margin = std::max<uint64_t>(64*1024*1024, spare/32);
-        budget = spare - std::min(spare, state.bytes_always + margin);
+        uint64_t bytes_always = 0;
+        for (const auto & range : state.always) {
+            bytes_always += range.second;
+        }
+        budget = spare - std::min(spare, bytes_always + margin);
     }
     // layers become known graph by graph when others run elsewhere: the files tell at once that not all can stay
     uint64_t n_mapped = 0;
@@ -81,16 +131,17 @@ static int ggml_moe_cache_parts(const ggml_moe_prefetch_state & state, const ggm
         const ggml_tensor *  weights = node->src[0];
         const ggml_moe_range range   = ggml_moe_tensor_range(weights);
         const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range);
-        if (mapping == nullptr) {
+        if (mapping == nullptr && parts.empty()) {
             return -ENXIO;
+        }
+        if (mapping == nullptr || weights->ne[2] != group.n_expert() || weights->ne[3] != 1 ||
+            std::any_of(parts.begin(), parts.end(), [&](const auto & part) { return part.begin == range.begin; })) {
+            continue; // its matmul reads where it always did
         }
         if (mapping->file->error != 0) {
             return mapping->file->error;
         }
-        if (weights->ne[2] != group.n_expert() || weights->ne[3] != 1) {
-            return -EINVAL;
-        }
-        parts.push_back({ range.begin, weights->nb[2], mapping->file->handle, range.begin - mapping->base, 0 });
+        parts.push_back({ range.begin, weights->nb[2], mapping->file->handle, range.begin - mapping->whole.begin, 0 });
     }
     return 0;
 }
@@ -133,6 +184,9 @@ static void ggml_moe_cache_learn(ggml_moe_prefetch_state & state, const ggml_moe
         }
         std::vector<ggml_moe_cache_part> parts;
         int result = ggml_moe_cache_parts(state, group, parts);
+        if (result == 0 && state.cache->n_readers() == 0) {
+            result = -EAGAIN;
+        }
         if (result == 0) {
             result = state.cache->add(parts, group.n_expert(), state.layer_index[begin], stats);
         }
@@ -150,8 +204,8 @@ static void ggml_moe_cache_learn(ggml_moe_prefetch_state & state, const ggml_moe
     const auto ranges = ggml_moe_always_used(cgraph, 0, cgraph->n_nodes);
     std::unique_lock<std::shared_mutex> lock(state.mutex);
     for (const ggml_moe_range & range : ranges) {
-        if (ggml_moe_find_mapping(state, range) && state.always.insert(range.begin).second) {
-            state.bytes_always += range.size();
+        if (ggml_moe_find_mapping(state, range)) {
+            state.always[range.begin] = range.size();
         }
     }
 }
@@ -177,7 +231,7 @@ static void ggml_moe_layer_end(ggml_moe_thread & thread) {
 static void ggml_moe_graph_begin(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_thread & thread,
         const ggml_cgraph * cgraph, int mode) {
     ggml_moe_layer_end(thread);
-    ggml_moe_plan_end(state, thread.plan);
+    ggml_moe_plan_end(thread.plan);
     thread.wide = false;
 
     const int first = ggml_moe_group_next(cgraph, 0);
@@ -221,7 +275,7 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
         return;
     }
     ggml_moe_layer_end(thread);
-    ggml_moe_plan_end(state, thread.plan);
+    ggml_moe_plan_end(thread.plan);
 
     static thread_local ggml_moe_ids         ids;
     static thread_local std::vector<int32_t> rest;
@@ -239,16 +293,23 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     const auto cache = mode == GGML_MOE_PREFETCH_MODE_CACHE ? ggml_moe_cache_of(state) : nullptr;
     ggml_moe_cache_layer * layer = cache ? cache->find((uintptr_t) group.weights(0)->data) : nullptr;
 
+    ggml_moe_group others;
     if (layer != nullptr) {
-        ggml_moe_plan & plan = thread.plan;
+        std::vector<std::shared_ptr<ggml_moe_cache>> over;
         std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
-        plan.cache = cache;
-        plan.layer = layer;
-        plan.owner = std::this_thread::get_id();
-        plan.nodes = group.nodes;
-        stats.n_missed += cache->begin(plan, ids, rest);
+        // a node is in one running graph: another thread's plan for it is over, its graph's memory used again
+        for (size_t k = state.plans.size(); k-- > 0;) {
+            ggml_moe_plan & old = *state.plans[k];
+            if (std::any_of(group.nodes.begin(), group.nodes.end(), [&](const auto * n) { return ggml_moe_plan_has(old, n); })) {
+                over.push_back(ggml_moe_plan_unlist(state, old));
+            }
+        }
+        others = ggml_moe_plan_begin(state, thread.plan, cache, *layer, group);
+        stats.n_missed += cache->begin(thread.plan, ids, rest);
         state.count(GGML_MOE_PREFETCH_COUNTER_EXPERTS_OVERFLOW, rest.size());
-        state.plans.push_back(&plan);
+        state.plans.push_back(&thread.plan);
+        state.n_plans = state.plans.size();
+        lock.unlock();
     } else {
         rest = ids.distinct;
     }
@@ -256,11 +317,15 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     const bool all_resident = ggml_moe_all_resident(state, os);
     if (!rest.empty()) {
         ggml_moe_hint_random(state, os, group);
-        if (!all_resident) {
+        // what the cache has no memory for has never been looked at
+        if (!all_resident || layer != nullptr) {
             const size_t n_hinted = ggml_moe_hint_experts(state, os, group, rest);
             stats.bytes += n_hinted;
             ggml_moe_saw(state, n_hinted);
         }
+    }
+    if (!others.nodes.empty()) {
+        stats.bytes += ggml_moe_hint_experts(state, os, others, ids.distinct);
     }
 
     if (mode >= GGML_MOE_PREFETCH_MODE_OVERLAP) {
@@ -294,15 +359,32 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     stats.hint_ns += ggml_moe_now_ns() - thread.announced;
 }
 
-void ggml_moe_prefetch_node(const struct ggml_cgraph * cgraph, int i) {
+// No exception crosses a hook: short of memory or threads, the payload is off and page faults do the work.
+template <typename F>
+static void ggml_moe_guard(F && f) noexcept {
+    try {
+        f();
+    } catch (const std::exception & e) {
+        ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
+        state.mode = GGML_MOE_PREFETCH_MODE_OFF;
+        state.count(GGML_MOE_PREFETCH_COUNTER_ERRORS);
+        state.counters.values[GGML_MOE_PREFETCH_COUNTER_LAST_ERRNO] = ENOMEM;
+        GGML_LOG_WARN("%s: %s; off from here on\n", "ggml_moe_prefetch", e.what());
+    }
+}
+
+static void ggml_moe_node(const ggml_cgraph * cgraph, int i) {
+    static thread_local ggml_moe_thread thread;
+
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
 
     const int mode = state.mode.load(std::memory_order_relaxed);
     if (mode == GGML_MOE_PREFETCH_MODE_OFF) {
+        if (state.n_plans.load(std::memory_order_relaxed) > 0) {
+            ggml_moe_plan_end(thread.plan); // the last to hold the memory of a cache that was switched off
+        }
         return;
     }
-
-    static thread_local ggml_moe_thread thread;
 
     const ggml_moe_os & os    = *state.os.load();
     const bool          begin = thread.cgraph != cgraph || i <= thread.i;
@@ -342,6 +424,10 @@ void ggml_moe_prefetch_node(const struct ggml_cgraph * cgraph, int i) {
     state.count(GGML_MOE_PREFETCH_COUNTER_HINT_NS, ggml_moe_now_ns() - start);
 }
 
+void ggml_moe_prefetch_node(const struct ggml_cgraph * cgraph, int i) {
+    ggml_moe_guard([&] { ggml_moe_node(cgraph, i); });
+}
+
 int ggml_moe_prefetch_expert(struct ggml_tensor ** dst, int i, struct ggml_moe_prefetch_view * view) {
     if (i == 0) {
         ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
@@ -352,7 +438,7 @@ int ggml_moe_prefetch_expert(struct ggml_tensor ** dst, int i, struct ggml_moe_p
         }
         std::shared_lock<std::shared_mutex> lock(state.plans_mutex);
         for (const ggml_moe_plan * plan : state.plans) {
-            if (std::find(plan->nodes.begin(), plan->nodes.end(), view->node) != plan->nodes.end()) {
+            if (ggml_moe_plan_has(*plan, view->node)) {
                 view->plan    = plan;
                 view->dst     = *view->node;
                 view->weights = *view->node->src[0];
@@ -402,13 +488,13 @@ bool ggml_moe_prefetch_load_allowed(uint64_t n_bytes) {
     return allowed;
 }
 
-void ggml_moe_prefetch_map_add(const void * addr, size_t size, int fd) {
+static void ggml_moe_map_add(const void * addr, size_t size, int fd) {
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
 
     const ggml_moe_os & os = *state.os.load();
     const ggml_moe_mapping mapping = {
         /*.range          =*/ { (uintptr_t) addr, (uintptr_t) addr + size },
-        /*.base           =*/ (uintptr_t) addr,
+        /*.whole          =*/ { (uintptr_t) addr, (uintptr_t) addr + size },
         /*.window         =*/ os.read_window(fd),
         /*.resident_known =*/ os.resident_known(fd),
         /*.file           =*/ std::make_shared<ggml_moe_file>(os, fd),
@@ -442,55 +528,74 @@ static void ggml_moe_cut(std::vector<T> & items, ggml_moe_range cut, F range_of)
     items = std::move(left);
 }
 
-void ggml_moe_prefetch_map_remove(const void * addr, size_t size) {
+// entries of a set or map whose address lies in the range
+template <typename T, typename F>
+static void ggml_moe_forget(T & items, ggml_moe_range cut, F begin_of) {
+    for (auto it = items.begin(); it != items.end();) {
+        const uintptr_t begin = begin_of(*it);
+        it = cut.begin <= begin && begin < cut.end ? items.erase(it) : std::next(it);
+    }
+}
+
+static void ggml_moe_map_remove(const void * addr, size_t size) {
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
 
-    const ggml_moe_range cut = { (uintptr_t) addr, (uintptr_t) addr + size };
-
-    // a thread keeps its last selection until its next one: nothing runs any more, or unmapping would be wrong
+    // Of this mapping only: another can lie in a hole that an earlier removal left in it.
+    const ggml_moe_range removed = { (uintptr_t) addr, (uintptr_t) addr + size };
+    std::vector<ggml_moe_range> cuts;
     {
-        std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
-        for (auto it = state.plans.begin(); it != state.plans.end();) {
-            ggml_moe_plan & plan = **it;
-            const uintptr_t begin = plan.layer->parts[0].begin;
-            if (cut.begin <= begin && begin < cut.end) {
-                plan.cache->finish(plan);
-                plan.cache.reset();
-                it = state.plans.erase(it);
-            } else {
-                ++it;
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+        for (const ggml_moe_mapping & mapping : state.mappings) {
+            const ggml_moe_range cut = { std::max(mapping.range.begin, removed.begin), std::min(mapping.range.end, removed.end) };
+            if (mapping.whole.contains(removed) && cut.size() > 0) {
+                cuts.push_back(cut);
             }
         }
     }
 
-    std::shared_ptr<ggml_moe_cache> last; // ends without the lock, which its watch may wait for
-    std::unique_lock<std::shared_mutex> lock(state.mutex);
-    if (state.cache) {
-        state.cache->remove(cut);
-    }
-    ggml_moe_cut(state.mappings, cut, [](ggml_moe_mapping & m) -> ggml_moe_range & { return m.range; });
-    ggml_moe_cut(state.random,   cut, [](ggml_moe_range   & r) -> ggml_moe_range & { return r; });
-    ggml_moe_cut(state.locked,   cut, [](ggml_moe_range   & r) -> ggml_moe_range & { return r; });
-    uint64_t n_locked = 0;
-    for (const ggml_moe_range & range : state.locked) {
-        n_locked += range.size();
-    }
-    state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED] = n_locked;
+    for (const ggml_moe_range cut : cuts) {
+        std::vector<std::shared_ptr<ggml_moe_cache>> over; // end without the locks, which a reader may wait for
+        std::shared_ptr<ggml_moe_cache> last;
 
-    auto inside = [&](uintptr_t begin) { return cut.begin <= begin && begin < cut.end; };
-    for (auto it = state.layer_index.begin(); it != state.layer_index.end();) {
-        it = inside(it->first) ? state.layer_index.erase(it) : std::next(it);
-    }
-    for (auto * set : { &state.always, &state.uncached }) {
-        for (auto it = set->begin(); it != set->end();) {
-            it = inside(*it) ? set->erase(it) : std::next(it);
+        // a thread keeps its last selection until its next one: nothing runs any more, or unmapping would be wrong
+        {
+            std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
+            for (size_t k = state.plans.size(); k-- > 0;) {
+                if (state.plans[k]->layer->overlaps(cut)) {
+                    over.push_back(ggml_moe_plan_unlist(state, *state.plans[k]));
+                }
+            }
+        }
+
+        std::unique_lock<std::shared_mutex> lock(state.mutex);
+        if (state.cache) {
+            state.cache->remove(cut);
+        }
+        ggml_moe_cut(state.mappings, cut, [](ggml_moe_mapping & m) -> ggml_moe_range & { return m.range; });
+        ggml_moe_cut(state.random,   cut, [](ggml_moe_range   & r) -> ggml_moe_range & { return r; });
+        ggml_moe_cut(state.locked,   cut, [](ggml_moe_range   & r) -> ggml_moe_range & { return r; });
+        uint64_t n_locked = 0;
+        for (const ggml_moe_range & range : state.locked) {
+            n_locked += range.size();
+        }
+        state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED] = n_locked;
+
+        ggml_moe_forget(state.layer_index, cut, [](const auto & entry) { return entry.first; });
+        ggml_moe_forget(state.always,      cut, [](const auto & entry) { return entry.first; });
+        ggml_moe_forget(state.uncached,    cut, [](uintptr_t begin)    { return begin; });
+
+        if (state.mappings.empty()) { // the last model has gone
+            last = std::move(state.cache);
+            state.cache.reset();
+            state.cache_needed = false;
         }
     }
-    if (state.mappings.empty()) { // the last model has gone
-        last = std::move(state.cache);
-        state.cache.reset();
-        state.cache_needed = false;
-        state.bytes_always = 0;
-        lock.unlock();
-    }
+}
+
+void ggml_moe_prefetch_map_add(const void * addr, size_t size, int fd) {
+    ggml_moe_guard([&] { ggml_moe_map_add(addr, size, fd); });
+}
+
+void ggml_moe_prefetch_map_remove(const void * addr, size_t size) {
+    ggml_moe_guard([&] { ggml_moe_map_remove(addr, size); });
 }

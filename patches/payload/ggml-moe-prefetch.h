@@ -64,7 +64,7 @@ GGML_API const char * ggml_moe_prefetch_version(void);
 
 // every setting; the environment variable in brackets gives its value at the start of the process
 struct ggml_moe_prefetch_params {
-    size_t   size;        // of this struct: the caller's version of it
+    size_t   size;        // of this struct
     int32_t  mode;        // enum ggml_moe_prefetch_mode [MOE_MADV_MODE, by name]
     int32_t  load;        // read of the whole file at load: 1 yes, 0 no, -1 if it fits in memory [MOE_MADV_LOAD, on/off/auto]
     uint64_t cache_bytes; // cache: memory for experts; 0: all that is free, followed as it changes [MOE_MADV_CACHE_MIB]
@@ -74,11 +74,12 @@ struct ggml_moe_prefetch_params {
     int32_t  wide;        // overlap, cache: a batch that selects this share of the experts reads the next layer whole, percent [MOE_MADV_WIDE]
 };
 
+// size is sizeof(struct ggml_moe_prefetch_params), the caller's version of it
 // settings hold from the next graph on; those of the cache from the next time it is set up, after a change of the mode
 // what the load has read ahead, and the read-ahead of the open file, stay as the mode at load time decided
 // false: a size or value that is not known; nothing is changed then
-GGML_API void ggml_moe_prefetch_default_params(struct ggml_moe_prefetch_params * params);
-GGML_API void ggml_moe_prefetch_get_params    (struct ggml_moe_prefetch_params * params);
+GGML_API bool ggml_moe_prefetch_default_params(struct ggml_moe_prefetch_params * params, size_t size);
+GGML_API bool ggml_moe_prefetch_get_params    (struct ggml_moe_prefetch_params * params, size_t size);
 GGML_API bool ggml_moe_prefetch_set_params    (const struct ggml_moe_prefetch_params * params);
 
 GGML_API bool                        ggml_moe_prefetch_set_mode(enum ggml_moe_prefetch_mode mode);

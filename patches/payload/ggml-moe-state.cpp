@@ -83,9 +83,9 @@ static bool ggml_moe_params_valid(const ggml_moe_prefetch_params & params) {
         params.wide      >=  1 && params.wide      <= 101;
 }
 
-void ggml_moe_prefetch_default_params(struct ggml_moe_prefetch_params * params) {
-    *params = {
-        /*.size        =*/ sizeof(*params),
+static void ggml_moe_params_default(ggml_moe_prefetch_params & params) {
+    params = {
+        /*.size        =*/ sizeof(params),
         /*.mode        =*/ GGML_MOE_PREFETCH_MODE_OFF,
         /*.load        =*/ -1,
         /*.cache_bytes =*/ 0,
@@ -139,7 +139,7 @@ static void ggml_moe_params_from_env(ggml_moe_prefetch_params & params) {
 //
 
 ggml_moe_prefetch_state::ggml_moe_prefetch_state() {
-    ggml_moe_prefetch_default_params(&params);
+    ggml_moe_params_default(params);
     ggml_moe_params_from_env(params);
     mode = params.mode;
     wide = params.wide;
@@ -157,16 +157,25 @@ void ggml_moe_prefetch_state::check(int result, const char * what) {
 }
 
 // never destroyed: a model that outlives static destruction still unregisters its mappings
-ggml_moe_prefetch_state & ggml_moe_prefetch_get_state() {
-    static ggml_moe_prefetch_state * state = [] {
-        auto * s = new ggml_moe_prefetch_state;
+static std::atomic<ggml_moe_prefetch_state *> & ggml_moe_prefetch_state_ptr() {
+    static std::atomic<ggml_moe_prefetch_state *> ptr = [] {
 #if !defined(_WIN32)
-        // the threads that read do not follow into a child: it goes on with page faults
-        pthread_atfork(nullptr, nullptr, [] { ggml_moe_prefetch_get_state().mode = GGML_MOE_PREFETCH_MODE_OFF; });
+        // Threads and the locks they hold do not follow into a child: it gets a state of its own that knows nothing,
+        // and goes on with page faults.
+        pthread_atfork(nullptr, nullptr, [] {
+            auto * fresh = new ggml_moe_prefetch_state;
+            fresh->params.mode = GGML_MOE_PREFETCH_MODE_OFF;
+            fresh->mode        = GGML_MOE_PREFETCH_MODE_OFF;
+            ggml_moe_prefetch_state_ptr() = fresh;
+        });
 #endif
-        return s;
+        return new ggml_moe_prefetch_state;
     }();
-    return *state;
+    return ptr;
+}
+
+ggml_moe_prefetch_state & ggml_moe_prefetch_get_state() {
+    return *ggml_moe_prefetch_state_ptr().load(std::memory_order_acquire);
 }
 
 const ggml_moe_mapping * ggml_moe_find_mapping(const ggml_moe_prefetch_state & state, ggml_moe_range range) {
@@ -207,14 +216,26 @@ const char * ggml_moe_prefetch_version(void) {
     return GGML_MOE_PREFETCH_VERSION;
 }
 
-void ggml_moe_prefetch_get_params(struct ggml_moe_prefetch_params * params) {
+bool ggml_moe_prefetch_default_params(struct ggml_moe_prefetch_params * params, size_t size) {
+    if (size != sizeof(*params)) {
+        return false;
+    }
+    ggml_moe_params_default(*params);
+    return true;
+}
+
+bool ggml_moe_prefetch_get_params(struct ggml_moe_prefetch_params * params, size_t size) {
+    if (size != sizeof(*params)) {
+        return false;
+    }
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
     std::shared_lock<std::shared_mutex> lock(state.mutex);
     *params = state.params;
+    return true;
 }
 
 bool ggml_moe_prefetch_set_params(const struct ggml_moe_prefetch_params * params) {
-    if (!ggml_moe_params_valid(*params)) {
+    if (params->size != sizeof(*params) || !ggml_moe_params_valid(*params)) {
         return false;
     }
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
@@ -244,8 +265,9 @@ bool ggml_moe_prefetch_set_params(const struct ggml_moe_prefetch_params * params
             state.uncached.clear();
             state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = 0;
         }
-        state.budget_ns = 0;
-        state.n_clean   = 0;
+        state.budget_ns    = 0;
+        state.n_clean      = 0;
+        state.lock_refused = false;
         state.params    = *params;
         state.wide      = params->wide;
         state.mode      = params->mode;
@@ -255,7 +277,7 @@ bool ggml_moe_prefetch_set_params(const struct ggml_moe_prefetch_params * params
 
 bool ggml_moe_prefetch_set_mode(enum ggml_moe_prefetch_mode mode) {
     ggml_moe_prefetch_params params;
-    ggml_moe_prefetch_get_params(&params);
+    ggml_moe_prefetch_get_params(&params, sizeof(params));
     params.mode = mode;
     return ggml_moe_prefetch_set_params(&params);
 }

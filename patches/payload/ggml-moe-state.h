@@ -32,16 +32,19 @@ struct ggml_moe_file {
 };
 
 struct ggml_moe_mapping {
-    ggml_moe_range                       range;
-    uintptr_t                            base;   // address of the file's first byte
+    ggml_moe_range                       range;  // what is left of it
+    ggml_moe_range                       whole;  // as it was mapped, from the file's first byte
     size_t                               window; // bytes of one willneed request
     bool                                 resident_known;
     std::shared_ptr<const ggml_moe_file> file;
 };
 
 // a selection in the cache, as the threads of its matmuls see it
+struct ggml_moe_prefetch_state;
+
 struct ggml_moe_plan : ggml_moe_cache_plan {
     std::shared_ptr<ggml_moe_cache> cache;
+    ggml_moe_prefetch_state *       state = nullptr; // in whose list it is
 };
 
 struct ggml_moe_prefetch_state {
@@ -58,8 +61,7 @@ struct ggml_moe_prefetch_state {
     std::vector<ggml_moe_mapping>             mappings;
     std::vector<ggml_moe_range>               random; // what has been advised random, to be undone when the mode changes
     std::vector<ggml_moe_range>               locked;
-    std::unordered_set<uintptr_t>             always; // begin of always used weights seen so far
-    uint64_t                                  bytes_always = 0;
+    std::unordered_map<uintptr_t, size_t>     always; // always used weights seen so far: begin, bytes
     std::unordered_map<uintptr_t, size_t>     layer_index; // by the begin of the first matrix
     std::deque<ggml_moe_layer_stats>          layers;
     std::atomic<size_t>                       n_layers{0};
@@ -75,6 +77,7 @@ struct ggml_moe_prefetch_state {
 
     std::shared_mutex            plans_mutex;
     std::vector<ggml_moe_plan *> plans;
+    std::atomic<size_t>          n_plans{0};
 
     // overlap: ranges for which to start reads without holding up a compute thread
     std::mutex                 queue_mutex;

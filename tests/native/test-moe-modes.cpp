@@ -66,7 +66,7 @@ struct t_layer {
 static void reset(enum ggml_moe_prefetch_mode mode) {
     CHECK(ggml_moe_prefetch_set_mode(GGML_MOE_PREFETCH_MODE_OFF));
     CHECK(ggml_moe_prefetch_set_mode(mode));
-    ggml_moe_prefetch_map_remove(nullptr, (size_t) 1 << 40);
+    ggml_moe_prefetch_map_remove((const void *) BASE, 0x200000);
     ggml_moe_prefetch_map_add((const void *) BASE, 0x200000, -1);
     ggml_moe_prefetch_counter_reset();
     requests.clear();
@@ -236,7 +236,7 @@ static void test_load() {
     CHECK_EQ(t_counter("load_skipped"), 1u);
 
     ggml_moe_prefetch_params params;
-    ggml_moe_prefetch_get_params(&params);
+    ggml_moe_prefetch_get_params(&params, sizeof(params));
     params.load = 1;
     CHECK(ggml_moe_prefetch_set_params(&params));
     CHECK( ggml_moe_prefetch_load_allowed(1001));
@@ -252,15 +252,16 @@ static void test_load() {
 
 static void test_params() {
     ggml_moe_prefetch_params before;
-    ggml_moe_prefetch_get_params(&before);
+    ggml_moe_prefetch_get_params(&before, sizeof(before));
 
     // a caller of another version, and values out of range, change nothing
+    CHECK(!ggml_moe_prefetch_get_params(&before, sizeof(before) + 8));
     auto refused = [&](auto change) {
         ggml_moe_prefetch_params params = before;
         change(params);
         CHECK(!ggml_moe_prefetch_set_params(&params));
         ggml_moe_prefetch_params after;
-        ggml_moe_prefetch_get_params(&after);
+        ggml_moe_prefetch_get_params(&after, sizeof(after));
         CHECK(memcmp(&after, &before, sizeof(after)) == 0);
     };
     refused([](ggml_moe_prefetch_params & p) { p.size--; });

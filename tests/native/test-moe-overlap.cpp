@@ -85,7 +85,7 @@ static void reset(uint64_t lock_bytes = 0) {
     ggml_moe_prefetch_map_remove((const void *) BASE, (size_t) 1 << 30);
     CHECK(ggml_moe_prefetch_set_mode(GGML_MOE_PREFETCH_MODE_OFF));
     ggml_moe_prefetch_params params;
-    ggml_moe_prefetch_default_params(&params);
+    ggml_moe_prefetch_default_params(&params, sizeof(params));
     params.mode       = GGML_MOE_PREFETCH_MODE_OVERLAP;
     params.lock_bytes = lock_bytes;
     CHECK(ggml_moe_prefetch_set_params(&params));
@@ -204,10 +204,14 @@ static void test_all_resident() {
 static void test_fork() {
 #if !defined(_WIN32)
     reset();
+    t_model model;
+    model.g.run();
     fflush(nullptr);
     const pid_t child = fork();
     if (child == 0) {
-        _exit(ggml_moe_prefetch_get_mode() == GGML_MOE_PREFETCH_MODE_OFF ? 0 : 1);
+        model.g.run();
+        ggml_moe_prefetch_map_remove((const void *) BASE, (size_t) 1 << 30);
+        _exit(ggml_moe_prefetch_get_mode() == GGML_MOE_PREFETCH_MODE_OFF && t_counter("mappings") == 0 ? 0 : 1);
     }
     int status = -1;
     CHECK(waitpid(child, &status, 0) == child);

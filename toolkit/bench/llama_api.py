@@ -52,6 +52,21 @@ class _Layer(ctypes.Structure):
     ]
 
 
+class _Params(ctypes.Structure):
+    """struct ggml_moe_prefetch_params of ggml-moe-prefetch.h; a build of another version refuses it by its size."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("mode", ctypes.c_int32),
+        ("load", ctypes.c_int32),
+        ("cache_bytes", ctypes.c_uint64),
+        ("lock_bytes", ctypes.c_uint64),
+        ("n_readers", ctypes.c_int32),
+        ("half_life", ctypes.c_int32),
+        ("wide", ctypes.c_int32),
+    ]
+
+
 _SELECTION = re.compile(rb"^ffn_moe_topk-(\d+)$")  # build_moe_ffn in llama-graph.cpp
 
 
@@ -111,6 +126,28 @@ class Payload:
         if name not in self.modes():
             raise LlamaError(f"this build has no mode {name!r}: it has {self.modes() or 'no payload'}")
         self._lib.ggml_moe_prefetch_set_mode(self.modes().index(name))
+
+    def params(self) -> dict[str, int]:
+        """Every setting in force, by the field's name in the C struct; raises LlamaError for a build without them."""
+        return {name: getattr(self._params(), name) for name in _fields(_Params) if name != "size"}
+
+    def set_params(self, **changes: int) -> None:
+        """Change settings of this process, as `half_life=32`; they hold from the next graph on."""
+        params = self._params()
+        for name, value in changes.items():
+            _set(params, name, value)
+        if not self._lib.ggml_moe_prefetch_set_params(ctypes.byref(params)):
+            raise LlamaError(f"the payload refuses the settings {changes}")
+
+    def _params(self) -> _Params:
+        if not self.present or not hasattr(self._lib, "ggml_moe_prefetch_get_params"):
+            raise LlamaError("this build has no payload with settings")
+        self._lib.ggml_moe_prefetch_set_params.restype = ctypes.c_bool
+        params = _Params()
+        self._lib.ggml_moe_prefetch_get_params.restype = ctypes.c_bool
+        if not self._lib.ggml_moe_prefetch_get_params(ctypes.byref(params), ctypes.c_size_t(ctypes.sizeof(params))):
+            raise LlamaError(f"the payload's settings do not have {ctypes.sizeof(params)} bytes: it is of another version")
+        return params
 
     def counters(self) -> dict[str, int] | None:
         """All counters by name since the last reset."""

@@ -19,11 +19,13 @@ MODE_VARIABLE = "MOE_MADV_MODE"
 _BUILD = "moe-madv build --backend cpu --arm both"
 
 
-def arms_by_name(names: Sequence[str], pin: Pin, series: Series, home: Path, *, backend: str = "cpu") -> list[Arm]:
+def arms_by_name(
+    names: Sequence[str], pin: Pin, series: Series, home: Path, *, backend: str = "cpu", extra: str | None = None
+) -> list[Arm]:
     """`stock` is the baseline wheel; any other name is that mode of the patched wheel of this series.
 
     Both are wheels of the backend for this machine, not portable ones. They must come from the same options and
-    compiler, or the comparison would be of these.
+    compiler, or the comparison would be of these. `extra` as in `arm_environment`.
     """
     if unknown := [name for name in names if name not in (STOCK, *MODES)]:
         raise BenchError(
@@ -37,9 +39,9 @@ def arms_by_name(names: Sequence[str], pin: Pin, series: Series, home: Path, *, 
     if len(wheels) == 2:
         _require_same_build(wheels["baseline"], wheels["patched"])
     return [
-        _arm(name, wheels["baseline"], home, None, {})
+        _arm(name, wheels["baseline"], home, None, {}, extra)
         if name == STOCK
-        else _arm(name, wheels["patched"], home, name, {MODE_VARIABLE: name})
+        else _arm(name, wheels["patched"], home, name, {MODE_VARIABLE: name}, extra)
         for name in names
     ]
 
@@ -68,8 +70,8 @@ def arm_of_wheel(name: str, path: Path, settings: Iterable[str], home: Path) -> 
     return _arm(name, wheel, home, env.get(MODE_VARIABLE, "off") if patched else None, env)
 
 
-def _arm(name: str, wheel: Wheel, home: Path, mode: str | None, env: dict[str, str]) -> Arm:
-    installed = arm_environment(wheel, home)
+def _arm(name: str, wheel: Wheel, home: Path, mode: str | None, env: dict[str, str], extra: str | None = None) -> Arm:
+    installed = arm_environment(wheel, home, extra=extra)
     return Arm(
         name=name,
         python=installed.python,

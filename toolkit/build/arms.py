@@ -36,9 +36,10 @@ class ArmEnv:
     manifest: Manifest
 
 
-def arm_environment(wheel: Wheel, home: Path) -> ArmEnv:
+def arm_environment(wheel: Wheel, home: Path, *, extra: str | None = None) -> ArmEnv:
     """The environment of a wheel, made on first use and made again when it is damaged.
 
+    With `extra`, another one, that also has what the wheel lists under this name, such as server.
     Raises MachineError when this machine lacks instructions or a driver the wheel was compiled for (checked
     before anything is loaded) and BuildError when what loads is not what the manifest says.
     """
@@ -55,11 +56,11 @@ def arm_environment(wheel: Wheel, home: Path) -> ArmEnv:
             where=wheel.path,
             hint="install the driver, or copy the wheel to a machine that has one",
         )
-    directory = home / "arms" / f"{manifest.label}-{wheel.sha256[:12]}"
+    directory = home / "arms" / "-".join(filter(None, (manifest.label, wheel.sha256[:12], extra)))
     env = ArmEnv(python=venv_python(directory), label=manifest.label, manifest=manifest)
     with locked(home / "arms"):
         if not _is_intact(directory, wheel):
-            _install(directory, wheel)
+            _install(directory, wheel, extra)
     return env
 
 
@@ -77,11 +78,11 @@ def _is_intact(directory: Path, wheel: Wheel) -> bool:
         return False
 
 
-def _install(directory: Path, wheel: Wheel) -> None:
+def _install(directory: Path, wheel: Wheel, extra: str | None) -> None:
     note(f"making the environment of {wheel.manifest.label}")
     try:
         python = create_venv(directory)
-        pip_install(python, wheel.path)
+        pip_install(python, f"{wheel.path}[{extra}]" if extra else wheel.path)
         facts = _probe(python, directory, wheel)
         if problems := mismatches(facts, wheel.manifest, directory):
             raise BuildError(

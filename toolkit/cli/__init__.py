@@ -23,6 +23,7 @@ _COMMANDS = {
     "rpc": "toolkit.cli.rpc",
     "model": "toolkit.cli.model",
     "bench": "toolkit.cli.bench",
+    "serve": "toolkit.cli.serve",
     "reproduce": "toolkit.cli.reproduce",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from toolkit.console import note
 from toolkit.errors import PatchError
 from toolkit.patch import export as exporting
 from toolkit.patch import patching
+from toolkit.patch.knobs import load_knobs
 from toolkit.patch.patching import State, TreeStatus
 from toolkit.patch.ports import saved_ports, series_for
 from toolkit.patch.replay import HookStatus
@@ -190,15 +192,25 @@ def export(tree: Path | None, sdist: str | None, dry_run: bool, as_json: bool) -
 
 
 @patch.command(name="list")
+@click.option("--knobs", is_flag=True, help="List the payload's settings instead.")
 @_json
-def list_(as_json: bool) -> None:
-    """List the entries of the series with the reason each hook exists.
+def list_(knobs: bool, as_json: bool) -> None:
+    """List the entries of the series with the reason each hook exists, or the settings of the payload.
 
     \b
     Example:
       moe-madv patch list
+      moe-madv patch list --knobs
       moe-madv patch list --json
     """
+    if knobs:
+        found = load_knobs(patches_dir())
+        if as_json:
+            click.echo(json.dumps([dataclasses.asdict(knob) for knob in found], indent=2))
+            return
+        for knob in found:
+            click.echo(f"{knob.variable}  {knob.name} [{knob.unit}], default {knob.default}\n         {knob.effect}")
+        return
     series = load_series(patches_dir())
     if as_json:
         payload = [

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,7 @@ from toolkit.build.wheelfile import Wheel
 from toolkit.console import MIB, note
 from toolkit.errors import CommandError, MachineError
 from toolkit.patch.upstream import load_pin
+from toolkit.process import running
 
 _START_SECONDS = 60  # a GPU driver can take many of them
 
@@ -86,7 +84,7 @@ def serve(host: str, port: int, threads: int | None, budget: str | None, wheel: 
                 where=f"--budget {budget}",
                 hint="start it without --budget, or as root",
             )
-        with _running(limit.command(command)) as process:
+        with running(limit.command(command), stdout=sys.stderr) as process:
             asked = endpoint if not address.is_unspecified else Endpoint(host="127.0.0.1", port=port)
             server = _when_ready(process, asked, expected)
             row = {**_row(server), "endpoint": str(endpoint), "label": chosen.manifest.label, "pid": process.pid}
@@ -142,23 +140,6 @@ def _require_free(endpoint: Endpoint) -> None:
             raise MachineError(
                 f"cannot listen there: {e.strerror}", where=endpoint, hint="choose another --port, or end what uses it"
             ) from e
-
-
-@contextlib.contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A child that ends when we do, also when we are terminated."""
-
-    def leave(number: int, _frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    try:
-        yield process
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        process.kill()
-        process.wait()
 
 
 def _when_ready(process: subprocess.Popen[bytes], endpoint: Endpoint, expected: str) -> Server:
