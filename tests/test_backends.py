@@ -368,12 +368,19 @@ def test_all_that_vulkan_lacks_is_in_one_report(bin_dir: Path, tmp_path: Path, m
     assert "apt-get install -y cmake ninja-build glslc libvulkan-dev spirv-headers" in (e.value.hint or "")
     program(bin_dir, "glslc", "shaderc v2023.2")
     for file in (
-        "include/vulkan/vulkan.h",
+        "include/vulkan/vulkan_core.h",
         "lib/libvulkan.so",
         "share/cmake/SPIRV-Headers/SPIRV-HeadersConfig.cmake",
     ):
         (sdk / file).parent.mkdir(parents=True, exist_ok=True)
         (sdk / file).touch()
+    # the headers of Debian 12 are 1.3.239; llama.cpp needs a structure of 1.3.272
+    with pytest.raises(MachineError, match="newer Vulkan headers") as e:
+        preflight(get_backend("vulkan"), tmp_path, environ)
+    assert "the Vulkan SDK 1.3.272 or newer, with VULKAN_SDK set" in (e.value.hint or "")
+    assert "libvulkan-dev" not in (e.value.hint or "")
+    header = sdk / "include/vulkan/vulkan_core.h"
+    header.write_text("typedef struct VkLayerSettingEXT {\n", encoding="utf-8")
     assert preflight(get_backend("vulkan"), tmp_path, environ).install == ("cmake", "ninja")
 
 

@@ -25,6 +25,8 @@ def proc(tmp_path: Path) -> Path:
     files = {
         "77/stat": f"77 (a (b) 1 2 3) x) {fields}\n",
         "77/io": "rchar: 11\nwchar: 22\nread_bytes: 4096000\nwrite_bytes: 0\n",
+        "77/schedstat": "300000000 7000500 41\n",
+        "uptime": "17006.47 10053.13\n",
         "77/status": "Name:\ta\nVmRSS:\t   10000 kB\nVmSwap:\t      16 kB\n",
         "meminfo": "MemTotal: 1000 kB\nMemAvailable:     800 kB\nSwapFree:  20 kB\nHugePages_Total: 0\n",
     }
@@ -33,6 +35,10 @@ def proc(tmp_path: Path) -> Path:
     (tmp_path / "proc/pressure").mkdir()
     (tmp_path / "proc/pressure/io").write_text(
         "some avg10=0.00 avg60=0.10 avg300=0.13 total=4005985\nfull avg10=0.00 avg60=0.00 avg300=0.10 total=3404365\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "proc/pressure/memory").write_text(
+        "some avg10=0.00 avg60=0.00 avg300=0.00 total=123\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=45\n",
         encoding="utf-8",
     )
     for n, temperature in enumerate(("41000", "67500", "broken")):
@@ -51,6 +57,7 @@ def test_every_field_is_read_from_its_file(proc: Path) -> None:
     assert (found.user_s, found.system_s) == (250 / tick, 50 / tick)
     assert (found.rss_bytes, found.swap_bytes) == (10_240_000, 16_384)
     assert (found.psi_io_some_us, found.psi_io_full_us) == (4_005_985, 3_404_365)
+    assert (found.psi_memory_some_us, found.idle_s, found.queued_us) == (123, 10053.13, 7000.5)
     assert (found.mem_available_bytes, found.swap_free_bytes) == (819_200, 20_480)
     assert found.temperature_c == 67.5
 

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from toolkit.cli import cli
-from toolkit.evidence.results_page import results_page, with_block
+from toolkit.evidence.results_page import reads_page, results_page, with_block
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,6 +34,13 @@ def test_the_results_page_is_that_of_the_stored_files(tmp_path: Path) -> None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
     assert results_page(tmp_path / "results") == (ROOT / "results" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_pages_of_the_ways_to_read_are_those_of_the_stored_files() -> None:
+    folders = sorted((ROOT / "results").glob("*/reads"))
+    assert folders
+    for folder in folders:
+        assert reads_page(folder) == (folder / "README.md").read_text(encoding="utf-8")
 
 
 def _commands(group: click.Group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:

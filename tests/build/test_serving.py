@@ -24,7 +24,7 @@ from toolkit.bench.plan import STOCK, Arm
 from toolkit.bench.select import arms_by_name
 from toolkit.config import patches_dir
 from toolkit.console import MIB
-from toolkit.errors import MachineError
+from toolkit.errors import CommandError, MachineError
 from toolkit.model.layout import Access, read_model
 from toolkit.model.shape import PRESETS, routing
 from toolkit.model.synth import Synth
@@ -112,6 +112,15 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(both_wheels: Path, tin
     assert second.returncode == MachineError.exit_code
     assert f"cannot listen on 127.0.0.1:{port}" in second.stderr
     assert "model buffer size" not in second.stderr
+
+
+def test_what_would_take_the_model_out_of_its_mapping_is_refused(both_wheels: Path, tiny: Path) -> None:
+    command = [sys.executable, "-m", "toolkit", "serve", str(tiny), "--", "--lora_path", "some.gguf"]
+    env = {**os.environ, "MOE_MADV_HOME": str(both_wheels)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == CommandError.exit_code
+    assert "--lora_path: with it the binding reads the whole model into memory" in done.stderr
+    assert "model buffer size" not in done.stderr
 
 
 @pytest.fixture(scope="module")

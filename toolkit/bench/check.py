@@ -16,6 +16,7 @@ from toolkit.bench.plan import Arm, Tokens
 from toolkit.errors import BenchError
 
 CHECK_TOKENS = 8  # decoded positions compared beside the end of the prompt
+GREEDY_TOKENS = 16  # that the model itself goes on with after these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,10 @@ def check_arms(arms: Sequence[Arm], tokens: Tokens, job: dict[str, Any], unlimit
     Raises BenchError when an arm cannot run at all. Runs without a memory budget.
     """
     gen = tokens.gen[:CHECK_TOKENS]
-    short = {**job, "tokens": [*tokens.prompt, *gen]}
+    short = {**job, "tokens": [*tokens.depth, *tokens.prompt, *gen], "n_greedy": GREEDY_TOKENS}
     rows: list[dict[str, Any]] = []
     baseline: np.ndarray | None = None
+    greedy: tuple[int, ...] | None = None
     with tempfile.TemporaryDirectory(prefix="moe-madv-check-") as folder:
         for arm in arms:
             stem = Path(folder) / f"{len(rows)}"
@@ -64,13 +66,15 @@ def check_arms(arms: Sequence[Arm], tokens: Tokens, job: dict[str, Any], unlimit
             logits = np.concatenate([np.load(f"{stem}.{test['test']}.npy") for test in outcome.tests])
             baseline = logits if baseline is None else baseline
             found = compare_logits(baseline, logits)
+            greedy = outcome.tokens if greedy is None else greedy
             last = outcome.tests[-1]
             rows.append(
                 {
                     "arm": arm.name,
                     "outputs_equal": found.equal,
                     "max_abs_diff": found.max_abs,
-                    "text": found.text,
+                    "text": f"{found.text}{_greedy(greedy, outcome.tokens)}",
+                    "greedy_equal": outcome.tokens == greedy if greedy else None,
                     "greedy": [token for test in outcome.tests for token in test["greedy"]],
                     "buffers": outcome.loaded["buffers"] if outcome.loaded else None,
                     "decode_ms": float(np.median(last["ns"])) / 1e6 if gen else None,
@@ -78,6 +82,17 @@ def check_arms(arms: Sequence[Arm], tokens: Tokens, job: dict[str, Any], unlimit
                 }
             )
     return rows
+
+
+def _greedy(baseline: Sequence[int], candidate: Sequence[int]) -> str:
+    """How far two continuations go together, in words; nothing where there is none."""
+    if not baseline:
+        return ""
+    if baseline == candidate:
+        return f", greedy text of {len(baseline)} tokens equal"
+    pairs = enumerate(zip(baseline, candidate, strict=False))
+    first = next((i for i, (a, b) in pairs if a != b), min(len(baseline), len(candidate)))
+    return f", greedy text differs from token {first} of {len(baseline)}"
 
 
 def trace_experts(

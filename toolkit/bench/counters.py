@@ -32,11 +32,14 @@ class Counters:
     major_faults: int | None
     user_s: float | None
     system_s: float | None
+    queued_us: float | None  # in which the main thread was ready and waited for a core
     rss_bytes: int | None
     swap_bytes: int | None
     # the machine
     psi_io_some_us: int | None  # time in which at least one task waited for I/O
     psi_io_full_us: int | None  # time in which every task did
+    psi_memory_some_us: int | None  # as above, for memory to be freed or read again
+    idle_s: float | None  # of all CPUs together, without waiting for I/O
     mem_available_bytes: int | None
     swap_free_bytes: int | None
     temperature_c: float | None  # hottest thermal zone
@@ -75,16 +78,23 @@ def _fields(path: Path) -> dict[str, int]:
     return found
 
 
+def _pressure(path: Path) -> dict[str, int]:
+    """Microseconds of "some avg10=0.00 avg60=0.00 avg300=0.13 total=4005985" and of "full ..."."""
+    rows = [line.split() for line in _text(path).splitlines()]
+    return {row[0]: int(row[-1].removeprefix("total=")) for row in rows if "total=" in row[-1]}
+
+
 def _machine(proc: Path, sys_root: Path) -> Values:
     meminfo = _fields(proc / "meminfo")
-    # "some avg10=0.00 avg60=0.00 avg300=0.13 total=4005985", then "full ..."
-    rows = [line.split() for line in _text(proc / "pressure/io").splitlines()]
-    stalled = {row[0]: int(row[-1].removeprefix("total=")) for row in rows if "total=" in row[-1]}
+    stalled = {what: _pressure(proc / "pressure" / what) for what in ("io", "memory")}
+    uptime = _text(proc / "uptime").split()
     zones = [_text(zone).strip() for zone in sys_root.glob("class/thermal/thermal_zone*/temp")]
     milli_c = [int(t) for t in zones if t.isdecimal()]
     return {
-        "psi_io_some_us": stalled.get("some"),
-        "psi_io_full_us": stalled.get("full"),
+        "psi_io_some_us": stalled["io"].get("some"),
+        "psi_io_full_us": stalled["io"].get("full"),
+        "psi_memory_some_us": stalled["memory"].get("some"),
+        "idle_s": float(uptime[1]) if len(uptime) == 2 else None,
         "mem_available_bytes": meminfo.get("MemAvailable"),
         "swap_free_bytes": meminfo.get("SwapFree"),
         "temperature_c": max(milli_c) / 1000 if milli_c else None,
@@ -98,6 +108,9 @@ def _linux(process: Path) -> Values:
         "rss_bytes": status.get("VmRSS"),
         "swap_bytes": status.get("VmSwap"),
     }
+    schedule = _text(process / "schedstat").split()
+    if len(schedule) == 3:
+        values["queued_us"] = int(schedule[1]) / 1000
     # The name is in parentheses and may hold spaces and parentheses itself: count from the last one.
     # What follows it is field 3 of proc_pid_stat(5).
     rest = _text(process / "stat").rpartition(")")[2].split()

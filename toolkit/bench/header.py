@@ -46,10 +46,12 @@ def make(
         },
         "plan": {
             "arms": [arm.name for arm in arms],
-            "tests": plan.test_names(len(tokens.prompt), len(tokens.gen)),
-            "blocks": conditions.blocks,
+            "tests": plan.test_names(len(tokens.prompt), len(tokens.gen), len(tokens.depth)),
+            **({} if conditions.blocks is None else {"blocks": conditions.blocks}),
             "n_prompt": len(tokens.prompt),
             "n_gen": len(tokens.gen),
+            **({"n_depth": len(tokens.depth)} if tokens.depth else {}),
+            **({} if conditions.n_ctx is None else {"n_ctx": conditions.n_ctx}),
             "n_threads": conditions.n_threads,
             "n_batch": conditions.n_batch,
             "n_ubatch": conditions.n_ubatch,
@@ -76,8 +78,10 @@ def make(
     }
 
 
-def total_runs(header: dict[str, Any]) -> int:
-    return int(header["plan"]["blocks"]) * len(header["arms"])
+def total_runs(header: dict[str, Any]) -> int | None:
+    """Planned runs; None when only the time is planned."""
+    blocks = header["plan"].get("blocks")
+    return None if blocks is None else int(blocks) * len(header["arms"])
 
 
 # What must be the same for rows to belong together, beside model, plan and arms.

@@ -35,10 +35,16 @@ class Outcome:
 
 
 def job_of(layout: ModelLayout, conditions: Conditions, n_tokens: int) -> dict[str, Any]:
-    """The worker's settings that do not depend on arm or tokens."""
+    """The worker's settings that do not depend on arm or tokens; BenchError when the context is too small."""
+    needed = max(256, -(-n_tokens // 256) * 256)
+    if conditions.n_ctx is not None and conditions.n_ctx < n_tokens:
+        raise BenchError(
+            f"a context of {conditions.n_ctx} tokens does not hold the {n_tokens} of the tests",
+            hint=f"use --n-ctx {needed} or more, or leave it out",
+        )
     return {
         "model": str(layout.shards[0].path.resolve()),
-        "n_ctx": max(256, -(-n_tokens // 256) * 256),
+        "n_ctx": conditions.n_ctx or needed,
         "n_batch": conditions.n_batch,
         "n_ubatch": conditions.n_ubatch,
         "n_threads": conditions.n_threads,

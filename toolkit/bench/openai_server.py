@@ -59,6 +59,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="llama_cpp.server")
     add_args_from_model(parser, Settings)
     args = parser.parse_args(["--model", model, *_DEFAULTS, *options])
+    if args.lora_path:
+        parser.error("--lora_path: with it the binding reads the whole model into memory of its own")
     try:
         # before the model is loaded, which takes minutes
         listener = socket.create_server((host, int(port)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,11 +36,12 @@ class Tokens:
     prompt: tuple[int, ...]
     gen: tuple[int, ...]
     source: str  # where they come from, for the record
+    depth: tuple[int, ...] = ()  # context before the first test, not timed
     experts: np.ndarray | None = None  # prescribed expert ids [token, layer, k] of a synthetic model
 
     @property
     def all(self) -> list[int]:
-        return [*self.prompt, *self.gen]
+        return [*self.depth, *self.prompt, *self.gen]
 
     @property
     def sha256(self) -> str:
@@ -50,13 +52,15 @@ class Tokens:
 class Conditions:
     """What all arms share; None stands for a default that depends on the machine or the model."""
 
-    blocks: int
+    blocks: int | None  # None: until the time is over
     n_batch: int
     n_ubatch: int
     cold: bool  # evict the model before each run
     minutes: float | None = None  # after the fewest blocks that can decide, start no other past this time
+    pause_s: float = 0.0  # before each run but the first
     n_threads: int | None = None
     budget_bytes: int | None = None
+    n_ctx: int | None = None  # size of the context, None: as much as the tokens need
     n_gpu_layers: int = 0  # layers on a GPU, without their experts
     timeline: bool = False  # keep where the time of each layer went
 
@@ -72,13 +76,17 @@ class Step:
 
 def order(arms: Sequence[str], blocks: int) -> list[Step]:
     """Each block holds every arm once, forwards and backwards in turn (A B, B A, …): linear drift cancels out."""
-    steps: list[Step] = []
-    for block in range(blocks):
-        for arm in arms if block % 2 == 0 else reversed(arms):
-            steps.append(Step(block=block, position=len(steps), arm=arm))
-    return steps
+    return list(itertools.islice(endless(arms), len(arms) * blocks))
 
 
-def test_names(n_prompt: int, n_gen: int) -> list[str]:
-    """llama-bench's names: pp64, tg48."""
-    return [f"pp{n_prompt}"] * (n_prompt > 0) + [f"tg{n_gen}"] * (n_gen > 0)
+def endless(arms: Sequence[str]) -> Iterator[Step]:
+    """The same order, block after block."""
+    for block in itertools.count():
+        for i, arm in enumerate(arms if block % 2 == 0 else reversed(arms)):
+            yield Step(block=block, position=block * len(arms) + i, arm=arm)
+
+
+def test_names(n_prompt: int, n_gen: int, n_depth: int = 0) -> list[str]:
+    """llama-bench's names: pp64, tg48, tg48 @ d512."""
+    names = [f"pp{n_prompt}"] * (n_prompt > 0) + [f"tg{n_gen}"] * (n_gen > 0)
+    return [f"{name} @ d{n_depth}" if n_depth else name for name in names]

@@ -15,7 +15,7 @@ from toolkit.bench import limits, machine, plan
 from toolkit.bench import tokens as forced
 from toolkit.bench.launch import job_of
 from toolkit.bench.plan import RPC, Arm, Conditions, Tokens
-from toolkit.bench.run import run
+from toolkit.bench.run import OnRun, run
 from toolkit.bench.select import arm_of_wheel, arms_by_name, rpc_arm
 from toolkit.console import MIB, note
 from toolkit.errors import BenchError, ResultsError
@@ -40,12 +40,13 @@ class Request:
     oversubscribe: float | None
     conditions: Conditions
     out: Path | None
+    n_depth: int = 0
     sdist: str | None = None  # version of the binding; None: the pin in use
     backend: str = "cpu"  # of the wheels that arm names stand for
     rpc: tuple[str, ...] = ()  # servers of one more arm, whose layers are there
 
 
-def measure(request: Request, *, dry_run: bool) -> Path | None:
+def measure(request: Request, *, dry_run: bool, on_run: OnRun = lambda *_: None) -> Path | None:
     """Resolve the request, measure, and return the results file; with `dry_run` only say what would be done."""
     layout = read_model(request.model)
     size = sum(shard.path.stat().st_size for shard in layout.shards)
@@ -82,11 +83,11 @@ def measure(request: Request, *, dry_run: bool) -> Path | None:
         memory = f"none, {available.bytes / MIB:.0f} MiB available ({available.source})"
     note(
         f"{shown(layout.shards[0].path.name)}: {size / MIB:.0f} MiB, budget {memory}, "
-        + f"{len(names)} arms ({', '.join(names)}) x {conditions.blocks} blocks, "
+        + f"{len(names)} arms ({', '.join(names)}) x {_extent(conditions)}, "
         + f"{conditions.n_threads} threads, read-ahead {facts.storage.read_ahead_kb} KiB"
     )
     if dry_run:
-        for step in plan.order(names, conditions.blocks):
+        for step in plan.order(names, conditions.blocks or 2):
             note(f"block {step.block}: {step.arm}")
         return None
 
@@ -99,16 +100,25 @@ def measure(request: Request, *, dry_run: bool) -> Path | None:
     tokens = _tokens(request, layout, conditions, arms[0])
     header = head.make(layout, arms, tokens, conditions, facts, pin=pin.commit, series=series.digest)
     out = request.out or _default_out(header)
-    run(layout, arms, tokens, conditions, out, header)
+    run(layout, arms, tokens, conditions, out, header, on_run=on_run)
     return out
+
+
+def _extent(conditions: Conditions) -> str:
+    if conditions.blocks is not None:
+        return f"{conditions.blocks} blocks"
+    return f"as many blocks as {conditions.minutes:.4g} minutes hold, {conditions.pause_s:.4g} s between runs"
 
 
 def _tokens(request: Request, layout: ModelLayout, conditions: Conditions, arm: Arm) -> Tokens:
     if "moe_madv.tokens" in layout.shards[0].header.metadata and request.prompt_file is None:
-        return forced.prescribed(prescription(layout.shards[0].path), request.n_prompt, request.n_gen)
-    job = job_of(layout, conditions, request.n_prompt + request.n_gen)
+        found = prescription(layout.shards[0].path)
+        return forced.prescribed(found, request.n_prompt, request.n_gen, request.n_depth)
+    job = job_of(layout, conditions, request.n_depth + request.n_prompt + request.n_gen)
     with limits.memory_budget(None) as unlimited:
-        return forced.from_text(arm, job, unlimited, request.n_prompt, request.n_gen, request.prompt_file)
+        return forced.from_text(
+            arm, job, unlimited, request.n_prompt, request.n_gen, request.prompt_file, request.n_depth
+        )
 
 
 def _default_out(header: dict[str, Any]) -> Path:
@@ -120,7 +130,8 @@ def _default_out(header: dict[str, Any]) -> Path:
             (found,) = results.read([path])
         except ResultsError:
             continue  # not ours to continue
-        if not head.differences(found.header, header) and len(results.finished(found)) < head.total_runs(header):
+        total = head.total_runs(header)
+        if not head.differences(found.header, header) and (total is None or len(results.finished(found)) < total):
             return path
     stem = f"{header['created'][:10]}-{name}"
     names = itertools.chain([stem], (f"{stem}-{n}" for n in itertools.count(2)))

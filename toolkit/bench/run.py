@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from toolkit import results, stats
 from toolkit.bench import check, limits, machine, pagecache, plan, storage
 from toolkit.bench import header as head
 from toolkit.bench.launch import Outcome, job_of, launch
-from toolkit.bench.plan import Arm, Conditions, Step, Tokens
+from toolkit.bench.plan import Arm, Conditions, Tokens
 from toolkit.console import MIB, note
 from toolkit.errors import BenchError, ResultsError
 from toolkit.files import write_text
 from toolkit.model.layout import ModelLayout, needed_bytes
+
+# Called after every run with all samples of the file so far, and those of this run.
+OnRun = Callable[[Sequence[results.Row], Sequence[results.Row]], None]
 
 
 def run(
@@ -29,6 +32,8 @@ def run(
     conditions: Conditions,
     out: Path,
     header: dict[str, Any],
+    *,
+    on_run: OnRun = lambda *_: None,
 ) -> None:
     """Measure all arms into the results file `out`, continuing it when it holds the same plan.
 
@@ -42,10 +47,15 @@ def run(
             note(f"warning: no memory budget is possible here ({method.why}); rows say so")
         else:
             limits.prove_enforced(method)
-    header, done, checked = _continue(out, header)
     job = job_of(layout, conditions, len(tokens.all))
-    steps = [step for step in plan.order([arm.name for arm in arms], conditions.blocks) if _key(step) not in done]
-    if not steps:
+    found = _found(out, header)
+    header = found.header if found else header
+    done = results.finished(found) if found else set()
+    samples = [row for row in found.samples if (row["block"], row["position"]) in done] if found else []
+    # a kill inside the check rows leaves some of them: all are made again then
+    checked = list(found.checks) if found and len(found.checks) == len(arms) else []
+    total = head.total_runs(header)
+    if total is not None and len(done) >= total:
         note(f"{out} is complete: all {conditions.blocks} blocks are there")
         return
     write_text(out.with_name("machine.json"), json.dumps(header["machine"], indent=2) + "\n")
@@ -63,19 +73,24 @@ def run(
         disk_mib_s = storage.random_read_mib_s(paths[0])
 
         by_name = {arm.name: arm for arm in arms}
-        total = len(arms) * conditions.blocks
+        # a number of blocks is reached by repeating the command, a time by adding up what its calls took
+        earlier_s = max((row.get("elapsed_s") or 0.0 for row in samples), default=0.0)
         started = time.monotonic()
-        for step in steps:
-            elapsed = (time.monotonic() - started) / 60
+        names = list(by_name)
+        steps = plan.endless(names) if conditions.blocks is None else plan.order(names, conditions.blocks)
+        for n, step in enumerate(s for s in steps if (s.block, s.position) not in done):
+            here_s = time.monotonic() - started
+            elapsed = (here_s if total is not None else earlier_s + here_s) / 60
             new_block = step.position % len(arms) == 0 and step.block >= stats.MIN_VERDICT_BLOCKS
             if conditions.minutes is not None and new_block and elapsed >= conditions.minutes:
-                note(f"stopped after {elapsed:.1f} minutes and {step.block} blocks; the same command continues")
+                more = "" if total is not None else " with more time"
+                note(f"stopped after {elapsed:.1f} minutes and {step.block} blocks; the same command{more} continues")
                 break
+            if n > 0:
+                time.sleep(conditions.pause_s)
             evicted = pagecache.evict(paths) if conditions.cold else None
             with limits.memory_budget(conditions.budget_bytes, method=method) as budget:
-                outcome = launch(
-                    by_name[step.arm], {**job, "tokens": tokens.all, "n_prompt": len(tokens.prompt)}, budget
-                )
+                outcome = launch(by_name[step.arm], {**job, **_split(tokens), "tokens": tokens.all}, budget)
                 stat = budget.stat()
             common = {
                 "kind": "sample",
@@ -89,7 +104,8 @@ def run(
                 "n_threads": conditions.n_threads,
                 "n_batch": conditions.n_batch,
                 "n_ubatch": conditions.n_ubatch,
-                "n_depth": 0,
+                "n_depth": len(tokens.depth),
+                "elapsed_s": earlier_s + time.monotonic() - started,
                 "cold": evicted.cold if evicted else False,
                 "why_warm": evicted.why_warm if evicted else "page cache left as it was",
                 "resident_share": _share(evicted),
@@ -103,11 +119,13 @@ def run(
             }
             rows = _samples(common, header["plan"]["tests"], outcome, tokens, needed, compute_ms)
             writer.write(*rows)
-            note(f"[{step.position + 1}/{total}] {step.arm:<8} {_line(rows)}")
+            samples += rows
+            note(f"[{step.position + 1}{'' if total is None else f'/{total}'}] {step.arm:<8} {_line(rows)}")
+            on_run(samples, rows)
 
 
-def _key(step: Step) -> tuple[int, int]:
-    return step.block, step.position
+def _split(tokens: Tokens) -> dict[str, int]:
+    return {"n_depth": len(tokens.depth), "n_prompt": len(tokens.prompt)}
 
 
 def _share(evicted: pagecache.EvictResult | None) -> float | None:
@@ -116,10 +134,10 @@ def _share(evicted: pagecache.EvictResult | None) -> float | None:
     return evicted.resident_after / max(evicted.total, 1)
 
 
-def _continue(out: Path, header: dict[str, Any]) -> tuple[dict[str, Any], set[tuple[int, int]], list[dict[str, Any]]]:
-    """The header to use, the steps already measured, and the check rows already there."""
+def _found(out: Path, header: dict[str, Any]) -> results.RunData | None:
+    """What `out` holds of this plan already."""
     if not out.exists() or out.stat().st_size == 0:
-        return header, set(), []
+        return None
     (found,) = results.read([out])
     if different := head.differences(found.header, header):
         raise ResultsError(
@@ -127,17 +145,16 @@ def _continue(out: Path, header: dict[str, Any]) -> tuple[dict[str, Any], set[tu
             where=out,
             hint="choose another --out, or repeat the command that made the file",
         )
-    done = results.finished(found)
-    note(f"continuing {out}: {len(done)} of {head.total_runs(header)} runs are there")
-    # a kill inside the check rows leaves some of them: all are made again then
-    return found.header, done, list(found.checks) if len(found.checks) == len(header["arms"]) else []
+    total = head.total_runs(header)
+    note(f"continuing {out}: {len(results.finished(found))}{'' if total is None else f' of {total}'} runs are there")
+    return found
 
 
 def _check(
     layout: ModelLayout, arms: Sequence[Arm], tokens: Tokens, job: dict[str, Any], run_id: str
 ) -> list[dict[str, Any]]:
     """Check rows of all arms; the baseline's also holds what a real run needed to read per test."""
-    job = {**job, "n_prompt": len(tokens.prompt)}
+    job = {**job, **_split(tokens)}
     with limits.memory_budget(None) as unlimited:
         note("check  expert selection of the baseline")
         blocks = [layer.block for layer in layout.layers]
@@ -145,9 +162,9 @@ def _check(
         experts = check.trace_experts(arms[0], tokens, job, unlimited, blocks, top_k)
         rows = check.check_arms(arms, tokens, job, unlimited)
 
-    n_prompt = len(tokens.prompt)
-    spans = {"pp": experts[:n_prompt], "tg": experts[n_prompt:]}
-    tests = plan.test_names(n_prompt, len(tokens.gen))
+    first, start = len(tokens.depth), len(tokens.depth) + len(tokens.prompt)
+    spans = {"pp": experts[first:start], "tg": experts[start:]}
+    tests = plan.test_names(len(tokens.prompt), len(tokens.gen), len(tokens.depth))
     rows[0]["needed_bytes"] = {test: needed_bytes(layout, spans[test[:2]]) for test in tests}
     if tokens.experts is not None:
         rows[0]["experts_match"] = check.matches_prescription(experts, tokens.experts)
@@ -200,6 +217,7 @@ def _samples(
                 "logits_sha256": test["logits_sha256"],
                 "hints": test["hints"],
                 **({"timeline": test["timeline"]} if test["timeline"] else {}),
+                "token_counters": test["token_counters"],
                 "wire_bytes": test["wire_bytes"],
                 "wire_bytes_per_token": None if test["wire_bytes"] is None else test["wire_bytes"] / n,
                 "compute_ms_per_token": compute_ms if is_decode else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -58,16 +59,33 @@ class Worker:
         if "text" in self.job:
             self.emit("tokens", tokens=session.tokenize(self.job["text"]))
         else:
-            tokens, n_prompt = self.job["tokens"], self.job["n_prompt"]
+            tokens, n_depth, n_prompt = self.job["tokens"], self.job.get("n_depth", 0), self.job["n_prompt"]
+            suffix, start = f" @ d{n_depth}" if n_depth else "", n_depth + n_prompt
+            for position, piece in self._pieces(tokens, 0, n_depth):
+                session.decode(piece, position)
+            session.take_selected()
             if n_prompt:
-                pieces = [
-                    tokens[i : min(i + self.job["n_batch"], n_prompt)] for i in range(0, n_prompt, self.job["n_batch"])
-                ]
-                self._test(session, f"pp{n_prompt}", pieces, 0)
-            if n_gen := len(tokens) - n_prompt:
-                self._test(session, f"tg{n_gen}", [[token] for token in tokens[n_prompt:]], n_prompt)
+                pieces = [piece for _, piece in self._pieces(tokens, n_depth, start)]
+                self._test(session, f"pp{n_prompt}{suffix}", pieces, n_depth)
+            if n_gen := len(tokens) - start:
+                self._test(session, f"tg{n_gen}{suffix}", [[token] for token in tokens[start:]], start)
+            if n_greedy := self.job.get("n_greedy", 0):
+                self.emit("tokens", tokens=self._greedy(session, len(tokens), n_greedy))
         self.emit("done")
         session.close()
+
+    def _greedy(self, session: Any, position: int, n: int) -> list[int]:
+        """What the model itself goes on with after the forced tokens, as far as the context allows."""
+        found: list[int] = []
+        for i in range(min(n, self.job["n_ctx"] - position)):
+            found.append(int(session.logits().argmax()))
+            session.decode([found[-1]], position + i)
+        return found
+
+    def _pieces(self, tokens: list[int], first: int, end: int) -> list[tuple[int, list[int]]]:
+        """(position, tokens) of the batches that hold tokens[first:end]."""
+        size = self.job["n_batch"]
+        return [(i, tokens[i : min(i + size, end)]) for i in range(first, end, size)]
 
     def _load(self) -> Any:
         job = self.job
@@ -107,15 +125,20 @@ class Worker:
         finite = True
         experts: list[Any] = []
         spans: list[Any] = []
+        cpu_ms: list[float] = []
+        layers: list[list[dict[str, Any]]] = [[]]  # sums at the start and after each batch
         rpc = self.job.get("rpc", ())
         wire_before = self.wire.wire_bytes(rpc)
         self.payload.reset()
         for batch in batches:
             before = self.counters.snapshot()
-            start = time.perf_counter_ns()
+            cpu, start = time.process_time_ns(), time.perf_counter_ns()
             session.decode(batch, position)
             elapsed = time.perf_counter_ns() - start
+            cpu_ms.append((time.process_time_ns() - cpu) / 1e6)
             spans.append((elapsed, self.counters.delta(before, self.counters.snapshot())))
+            if self.job.get("timeline"):
+                layers.append(self.payload.layers() or [])
             position += len(batch)
 
             logits = session.logits()
@@ -136,6 +159,10 @@ class Worker:
             values = [getattr(used, field) for _, used in spans]
             return None if None in values else sum(values)
 
+        def each(field: str, per: float) -> Any:
+            values = [getattr(used, field) for _, used in spans]
+            return None if None in values else [value / per for value in values]
+
         self.emit(
             "test",
             test=test,
@@ -150,9 +177,48 @@ class Worker:
             greedy=greedy,
             hints=self.payload.counters(),
             timeline=self.payload.layers() if self.job.get("timeline") else None,
+            token_counters={
+                "read_bytes": each("read_bytes", 1),
+                "major_faults": each("major_faults", 1),
+                "cpu_ms": cpu_ms,
+                "psi_io_ms": each("psi_io_some_us", 1000),
+                "psi_memory_ms": each("psi_memory_some_us", 1000),
+                "queued_ms": each("queued_us", 1000),
+                "busy_cpus": busy_cpus([used for _, used in spans]),
+                **slowest_layers(layers),
+            },
             wire_bytes=None if wire_before is None or wire_after is None else wire_after - wire_before,
             experts=experts if self.job.get("trace") else None,
         )
+
+
+def busy_cpus(spans: list[Any]) -> list[float] | None:
+    """CPUs that ran something or waited for I/O, on average over each span; at least 1."""
+    n = float(os.cpu_count() or 1)
+    if any(used.idle_s is None for used in spans):
+        return None
+    return [round(min(n, max(1.0, n - used.idle_s / used.time_s)), 2) for used in spans]
+
+
+def slowest_layers(sums: list[list[dict[str, Any]]]) -> dict[str, list[float]]:
+    """Of each batch the layer that took the longest: its place and times. Empty when a batch has no layers.
+
+    A layer's computing is added when the next one starts, so that of the last layer comes with the next batch.
+    """
+    found: dict[str, list[float]] = {"layer": [], "layer_ms": [], "wait_ms": [], "read_ms": []}
+    for before, after in itertools.pairwise(sums):
+        none = {"hint_ms": 0.0, "wait_ms": 0.0, "read_ms": 0.0, "compute_ms": 0.0}
+        earlier = before + [none] * (len(after) - len(before))
+        spent = [{name: b[name] - a[name] for name in none} for a, b in zip(earlier, after, strict=True)]
+        times = [used["hint_ms"] + used["wait_ms"] + used["compute_ms"] for used in spent]
+        if not times:
+            return {}
+        slowest = max(range(len(times)), key=times.__getitem__)
+        found["layer"].append(slowest)
+        found["layer_ms"].append(times[slowest])
+        found["wait_ms"].append(spent[slowest]["wait_ms"])
+        found["read_ms"].append(spent[slowest]["read_ms"])
+    return found
 
 
 def main() -> int:

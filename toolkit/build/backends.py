@@ -16,9 +16,10 @@ class Tool:
     name: str
     executables: tuple[str, ...] = ()  # names on PATH, the first found is used
     files: tuple[str, ...] = ()  # patterns below a prefix such as /usr, one of which must match
+    contains: str = ""  # what the file found must have in it: one that is too old has not
     apt: str | None = None  # package of Debian and Ubuntu
     package: str | None = None  # Python package that carries the program; None when none does
-    elsewhere: str | None = None  # what to install where no package manager has it
+    elsewhere: str | None = None  # what to install where no package manager has it, or has one too old
     variable: str | None = None  # environment variable that names another program, or another prefix
     minimum: tuple[int, ...] = ()  # lowest version that works
 
@@ -145,8 +146,10 @@ _ADDED = (
             Tool(name="glslc", executables=("glslc",), apt="glslc"),
             Tool(
                 name="Vulkan headers",
-                files=("include/vulkan/vulkan.h", "Include/vulkan/vulkan.h"),
+                files=("include/vulkan/vulkan_core.h", "Include/vulkan/vulkan_core.h"),
+                contains="VkLayerSettingEXT",
                 apt="libvulkan-dev",
+                elsewhere="the Vulkan SDK 1.3.272 or newer, with VULKAN_SDK set to its folder",
                 variable="VULKAN_SDK",
             ),
             Tool(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
@@ -9,7 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Formatter
 
@@ -57,8 +58,12 @@ def preflight(backend: Backend, home: Path, environ: Mapping[str, str] = os.envi
     missing: list[tuple[Tool, str]] = []
     for tool in backend.tools:
         if tool.files:
-            if not _has_files(tool, environ, found.values()):
+            file = _file(tool, environ, found.values())
+            if file is None:
                 missing.append((tool, tool.name))
+            elif tool.contains and tool.contains not in file.read_text(encoding="utf-8", errors="replace"):
+                # the package manager's is the one that is too old
+                missing.append((replace(tool, apt=None), f"newer {tool.name} ({file} has no {tool.contains})"))
             continue
         command, problem = _find(tool, path, environ)
         if command is None:
@@ -119,13 +124,14 @@ def require_system(backend: Backend, system: str) -> None:
     raise MachineError(f"the {backend.name} backend cannot be built on {names.get(system, system)}", hint=hint)
 
 
-def _has_files(tool: Tool, environ: Mapping[str, str], programs: Iterable[tuple[str, ...]]) -> bool:
-    """Looks below the usual prefixes, those given in the environment, and those of the programs already found."""
+def _file(tool: Tool, environ: Mapping[str, str], programs: Iterable[tuple[str, ...]]) -> Path | None:
+    """The first below the prefixes given in the environment, the usual ones, and those of the programs found."""
     own = environ.get(tool.variable, "") if tool.variable else ""
     given = _PREFIX_ARGUMENT.findall(environ.get("CMAKE_ARGS", ""))
     prefixes = [Path(name) for name in (own, *given, *_PREFIXES) if name]
     prefixes += [Path(program).resolve().parent.parent for program, *_ in programs]
-    return any(next(prefix.glob(pattern), None) for prefix in dict.fromkeys(prefixes) for pattern in tool.files)
+    matches = (prefix.glob(pattern) for prefix in dict.fromkeys(prefixes) for pattern in tool.files)
+    return next(itertools.chain.from_iterable(matches), None)
 
 
 def _find(tool: Tool, path: str, environ: Mapping[str, str]) -> tuple[tuple[str, ...] | None, str]:
@@ -161,7 +167,7 @@ def _remedy(missing: list[Tool], environ: Mapping[str, str]) -> str:
     remedies = [f"unset {' '.join(variables)}, or name a compiler that is on PATH there"] if variables else []
     if packages := dict.fromkeys(tool.apt for tool in others if tool.apt):
         remedies.append(f"sudo apt-get install -y {' '.join(packages)}")
-    if elsewhere := dict.fromkeys(tool.elsewhere for tool in others if tool.elsewhere):
+    if elsewhere := dict.fromkeys(tool.elsewhere for tool in others if tool.elsewhere and not tool.apt):
         remedies.append(f"install {', '.join(elsewhere)}")
     pip = " ".join(tool.package for tool in others if tool.package)
     return "; ".join(remedies) + (f"  ({pip} are also Python packages: python -m pip install {pip})" if pip else "")
