@@ -94,6 +94,8 @@ CAUSES = [
     ({"psi_io_ms": 0.0, "psi_memory_ms": 0.0, "read_bytes": 0, "cpu_ms": 9800.0}, Cause.COMPUTE),
     # ready to compute, and no core was free
     ({"psi_io_ms": 0.0, "psi_memory_ms": 0.0, "read_bytes": 0, "cpu_ms": 500.0, "queued_ms": 4700.0}, Cause.COMPUTE),
+    # no core was free for half of the time, and both threads computed in the other half
+    ({"psi_io_ms": 0.0, "psi_memory_ms": 0.0, "read_bytes": 0, "cpu_ms": 5500.0, "queued_ms": 2300.0}, Cause.COMPUTE),
     # one thread spun at the barrier, the other did nothing
     ({"psi_io_ms": 0.0, "psi_memory_ms": 0.0, "read_bytes": 0, "cpu_ms": 5000.0, "queued_ms": 0.0}, Cause.SOFTWARE),
     # the whole process was stopped while others used the disk

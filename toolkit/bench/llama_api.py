@@ -146,7 +146,9 @@ class Payload:
         params = _Params()
         self._lib.ggml_moe_prefetch_get_params.restype = ctypes.c_bool
         if not self._lib.ggml_moe_prefetch_get_params(ctypes.byref(params), ctypes.c_size_t(ctypes.sizeof(params))):
-            raise LlamaError(f"the payload's settings do not have {ctypes.sizeof(params)} bytes: it is of another version")
+            raise LlamaError(
+                f"the payload's settings do not have {ctypes.sizeof(params)} bytes: it is of another version"
+            )
         return params
 
     def counters(self) -> dict[str, int] | None:

@@ -223,7 +223,7 @@ def _cause(shares: Mapping[str, float], item: _Item, median_ms: float, *, thread
         return Cause.SOFTWARE
     # While one thread waits, the others spin at the barrier: less than half a thread may have been idle.
     busy_enough = 1 - _HALF / threads
-    if shares.get("busy", 0.0) >= busy_enough or explains("queued"):
+    if shares.get("busy", 0.0) + shares.get("queued", 0.0) >= busy_enough or explains("queued"):
         return Cause.COMPUTE
     # A layer's shares are the least it can have had; only of a token do small ones say that it did nothing.
     pressure_known = {"io", "memory", "busy"} <= shares.keys()
