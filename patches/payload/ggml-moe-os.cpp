@@ -336,6 +336,7 @@ static size_t ggml_moe_os_read_window(int fd) {
     return std::max(window, least);
 #elif defined(__APPLE__)
     (void) fd;
+    (void) least;
     return SIZE_MAX; // no clamp is documented
 #else
     (void) fd;
