@@ -168,12 +168,7 @@ def as_json(report: Report) -> dict[str, Any]:
     """Everything, for tools."""
     return {
         "experiment": NAME,
-        "published": {
-            "title": report.published.title,
-            "source": report.published.source,
-            "conditions": dict(report.published.conditions),
-            **report.published.figures,
-        },
+        "published": report.published.as_json(),
         "fresh": [asdict(x) for x in report.fresh],
         "session": [asdict(x) for x in report.session],
         "memory": report.memory,

@@ -128,12 +128,7 @@ def as_json(report: Report) -> dict[str, Any]:
     """Everything, for tools: raw values of every process, ratios, conditions, files."""
     return {
         "experiment": NAME,
-        "published": {
-            "title": report.published.title,
-            "source": report.published.source,
-            "conditions": dict(report.published.conditions),
-            **report.published.figures,
-        },
+        "published": report.published.as_json(),
         "ours": [
             {"suite": suite, "prompt": prompt, "arm": arm, "processes": [asdict(p) for p in rows.processes(run, arm)]}
             for suite, by_prompt in report.runs.items()

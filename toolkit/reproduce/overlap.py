@@ -89,12 +89,7 @@ def as_json(report: Report) -> dict[str, Any]:
     """Everything, for tools."""
     return {
         "experiment": NAME,
-        "published": {
-            "title": report.published.title,
-            "source": report.published.source,
-            "conditions": dict(report.published.conditions),
-            **report.published.figures,
-        },
+        "published": report.published.as_json(),
         "ours": [asdict(t) for t in report.times],
         "order": _order(report.run),
         "ratios": [asdict(r) for r in report.ratios],

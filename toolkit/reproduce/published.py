@@ -30,6 +30,10 @@ class Published:
         places = "; ".join(f"{what}: {where}" for what, where in self.sources.items())
         return f"{self.url} ({places})" if self.url else places
 
+    def as_json(self) -> dict[str, Any]:
+        """Title, source, conditions and the tables of figures, side by side."""
+        return {"title": self.title, "source": self.source, "conditions": dict(self.conditions), **self.figures}
+
 
 def folder() -> Path:
     """The checkout's results/published, or the copy inside an installed wheel."""
