@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <new>
 #include <system_error>
 
 uint64_t ggml_moe_now_ns(void) {
@@ -12,7 +13,7 @@ uint64_t ggml_moe_now_ns(void) {
 }
 
 ggml_moe_cache::ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life,
-        std::function<void()> watch) : os(os), counters(counters), half_life(half_life), watch(std::move(watch)) {
+        std::function<void()> watch) : os(os), counters(counters), frequent(half_life), watch(std::move(watch)) {
     for (int i = 0; i < n_readers; i++) {
         try {
             readers.emplace_back([this, i] { read(i == 0); });
@@ -108,6 +109,10 @@ int ggml_moe_cache::add(std::vector<ggml_moe_cache_part> parts, int64_t n_expert
 
 void ggml_moe_cache::remove(ggml_moe_range range) {
     std::unique_lock<std::mutex> lock(mutex);
+
+    // a guess reads a router's weights, which may go with the range
+    guesses.clear();
+    ready.wait(lock, [&] { return n_guessing == 0; });
 
     for (auto it = layers.begin(); it != layers.end();) {
         ggml_moe_cache_layer & layer = *it->second;
@@ -222,16 +227,14 @@ void ggml_moe_cache::evict(ggml_moe_cache_slot & slot) {
 //
 
 void ggml_moe_cache::touch(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids) {
-    const size_t n_prompt = 9; // tokens from which on a batch is taken for a piece of a prompt
-    const bool   prompt   = ids.rows.size() >= n_prompt;
+    const bool prompt = ids.rows.size() >= GGML_MOE_CACHE_N_PROMPT;
 
     index = layer.index;
     layer.pass += prompt ? 0 : 1;
     for (const int32_t id : ids.distinct) {
         ggml_moe_cache_use & use = layer.uses[id];
-        const float n_passes = (float) (layer.pass - use.pass);
-        use.recent   *= std::exp2(-n_passes);
-        use.frequent *= std::exp2(-n_passes/half_life);
+        use.recent   *= recent  (layer.pass - use.pass);
+        use.frequent *= frequent(layer.pass - use.pass);
         use.recent    = prompt ? std::max(use.recent,   1.0f) : use.recent   + 1.0f;
         use.frequent  = prompt ? std::max(use.frequent, 1.0f) : use.frequent + 1.0f;
         use.pass      = layer.pass;
@@ -240,7 +243,7 @@ void ggml_moe_cache::touch(ggml_moe_cache_layer & layer, const ggml_moe_ids & id
         layer.token++;
         for (const int32_t id : row) {
             ggml_moe_cache_use & use = layer.uses[id];
-            use.tail  = use.tail*std::exp2(-(float) (layer.token - use.token)/16.0f) + 1.0f;
+            use.tail  = use.tail*tail(layer.token - use.token) + 1.0f;
             use.token = layer.token;
         }
     }
@@ -252,10 +255,9 @@ float ggml_moe_cache::value(const ggml_moe_cache_slot & slot) const {
     const ggml_moe_cache_layer & layer = *slot.layer;
     const ggml_moe_cache_use   & use   = layer.uses[slot.expert];
 
-    const float n_passes = (float) (layer.pass  - use.pass);
-    const float n_tokens = (float) (layer.token - use.token);
-    const float counts   = 4.0f*use.recent*std::exp2(-n_passes) + use.frequent*std::exp2(-n_passes/half_life) +
-        0.001f*use.tail*std::exp2(-n_tokens/16.0f);
+    const uint32_t n_passes = layer.pass - use.pass;
+    const float    counts   = 4.0f*use.recent*recent(n_passes) + use.frequent*frequent(n_passes) +
+        0.001f*use.tail*tail(layer.token - use.token);
 
     const int64_t n      = (int64_t) layers.size();
     const int64_t behind = ((int64_t) layer.index - (int64_t) index - 1)%n;
@@ -325,12 +327,7 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
 
     std::unique_lock<std::mutex> lock(mutex);
     touch(layer, ids);
-
-    for (ggml_moe_cache_slot * slot : layer.slots) {
-        if (slot != nullptr) {
-            slot->ahead = false; // what was read ahead is due now
-        }
-    }
+    cancel(layer, ids);
     for (const int32_t id : ids.distinct) {
         ggml_moe_cache_slot * slot = layer.slots[id];
         bool complete = true;
@@ -426,49 +423,92 @@ void ggml_moe_cache::finish(ggml_moe_cache_plan & plan) {
     ready.notify_all(); // for `remove`
 }
 
-size_t ggml_moe_cache::ahead(ggml_moe_cache_layer * layer, const std::vector<int32_t> & experts) {
-    const size_t n_parts = layer->parts.size();
-    std::vector<ggml_moe_cache_slot *> found;
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        std::vector<int32_t> missing;
-        for (const int32_t id : experts) {
-            if (layer->slots[id] == nullptr) {
-                missing.push_back(id);
-            }
-        }
-        // half of the slots stay with the experts in use
-        size_t n_ahead = 0;
-        for (const auto & slot : layer->pool->slots) {
-            n_ahead += slot.layer != nullptr && slot.ahead;
-        }
-        const size_t most = layer->pool->n_max/2;
-        for (const int32_t id : experts) {
-            ggml_moe_cache_slot * slot = layer->slots[id];
-            if (slot != nullptr && !slot->ahead && n_ahead < most) {
-                slot->ahead = true; // no victim of the others
-                n_ahead++;
-            }
-        }
-        missing.resize(std::min(missing.size(), most - std::min(most, n_ahead)));
+// a selection of the layer is known: what was read ahead is due now, or was for nothing
+void ggml_moe_cache::cancel(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids) {
+    const auto selected = [&](int32_t id) { return std::binary_search(ids.distinct.begin(), ids.distinct.end(), id); };
 
-        acquire(*layer->pool, missing.size(), found);
-        for (size_t i = 0; i < found.size(); i++) {
-            place(*layer, missing[i], *found[i]);
-            found[i]->ahead   = true;
-            found[i]->n_pins += (int) n_parts;
-        }
-        for (uint32_t p = 0; p < n_parts; p++) {
-            for (auto * slot : found) {
-                early.push_back({ slot, p });
-            }
-        }
-        counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD, found.size());
+    if (!layer.foreseen.empty()) {
+        counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_FORESEEN,       layer.foreseen.size());
+        counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_FORESEEN_RIGHT, std::count_if(layer.foreseen.begin(), layer.foreseen.end(), selected));
+        layer.foreseen.clear();
     }
+    for (ggml_moe_cache_slot * slot : layer.slots) {
+        if (slot == nullptr || !slot->ahead) {
+            continue;
+        }
+        slot->ahead = false;
+        if (selected(slot->expert)) {
+            continue;
+        }
+        // one of whose matrices a read has begun is read to its end: some of it would be missing for ever
+        const auto of_slot = [&](const job & job) { return job.slot == slot; };
+        const size_t n_queued = std::count_if(early.begin(), early.end(), of_slot);
+        if (n_queued == layer.parts.size()) {
+            early.erase(std::remove_if(early.begin(), early.end(), of_slot), early.end());
+            slot->n_pins -= (int) n_queued;
+            evict(*slot);
+        } else {
+            counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD_UNUSED);
+        }
+    }
+}
+
+// with the mutex held
+size_t ggml_moe_cache::ahead(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts) {
+    const size_t n_parts = layer.parts.size();
+    std::vector<ggml_moe_cache_slot *> found;
+    std::vector<int32_t> missing;
+    for (const int32_t id : experts) {
+        if (layer.slots[id] == nullptr) {
+            missing.push_back(id);
+        }
+    }
+    // half of the slots stay with the experts in use
+    size_t n_ahead = 0;
+    for (const auto & slot : layer.pool->slots) {
+        n_ahead += slot.layer != nullptr && slot.ahead;
+    }
+    const size_t most = layer.pool->n_max/2;
+    for (const int32_t id : experts) {
+        ggml_moe_cache_slot * slot = layer.slots[id];
+        if (slot != nullptr && !slot->ahead && n_ahead < most) {
+            slot->ahead = true; // no victim of the others
+            n_ahead++;
+        }
+    }
+    missing.resize(std::min(missing.size(), most - std::min(most, n_ahead)));
+
+    acquire(*layer.pool, missing.size(), found);
+    for (size_t i = 0; i < found.size(); i++) {
+        place(layer, missing[i], *found[i]);
+        found[i]->ahead   = true;
+        found[i]->n_pins += (int) n_parts;
+    }
+    for (uint32_t p = 0; p < n_parts; p++) {
+        for (auto * slot : found) {
+            early.push_back({ slot, p });
+        }
+    }
+    counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD, found.size());
     if (!found.empty()) {
         work.notify_all();
     }
     return found.size();
+}
+
+size_t ggml_moe_cache::ahead(ggml_moe_cache_layer * layer, const std::vector<int32_t> & experts) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return ahead(*layer, experts);
+}
+
+void ggml_moe_cache::foresee(uintptr_t begin, std::function<std::vector<int32_t>()> select) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto it = layers.find(begin);
+    if (it != layers.end()) {
+        guesses.clear(); // of a layer that has begun by now
+        guesses.push_back({ begin, it->second->token, std::move(select) });
+        work.notify_one();
+    }
 }
 
 void ggml_moe_cache::drop_ahead() {
@@ -522,7 +562,7 @@ const char * ggml_moe_cache::wait(const ggml_moe_cache_plan & plan, size_t part,
 
 void ggml_moe_cache::read(bool watches) {
     std::unique_lock<std::mutex> lock(mutex);
-    const auto due = [&] { return stop || !demand.empty() || !early.empty(); };
+    const auto due = [&] { return stop || !demand.empty() || !guesses.empty() || !early.empty(); };
     for (;;) {
         if (!watches) {
             work.wait(lock, due);
@@ -534,6 +574,10 @@ void ggml_moe_cache::read(bool watches) {
         }
         if (stop) {
             return;
+        }
+        if (demand.empty() && !guesses.empty()) {
+            follow(lock);
+            continue;
         }
         std::deque<job> & queue = demand.empty() ? early : demand;
         const job next = queue.front();
@@ -549,6 +593,30 @@ void ggml_moe_cache::read(bool watches) {
         next.slot->state[next.part].store(state, std::memory_order_release);
         ready.notify_all();
     }
+}
+
+// the next guess, with the mutex held but while it is made
+void ggml_moe_cache::follow(std::unique_lock<std::mutex> & lock) {
+    const guess next = std::move(guesses.front());
+    guesses.pop_front();
+
+    n_guessing++;
+    lock.unlock();
+    std::vector<int32_t> experts;
+    try {
+        experts = next.select();
+    } catch (const std::bad_alloc &) {
+        // no guess then
+    }
+    lock.lock();
+    n_guessing--;
+
+    const auto it = layers.find(next.begin);
+    if (it != layers.end() && it->second->token == next.token && !experts.empty()) {
+        ahead(*it->second, experts);
+        it->second->foreseen = std::move(experts);
+    }
+    ready.notify_all(); // for `remove`
 }
 
 ggml_moe_cache_state ggml_moe_cache::read_part(const job & job) {

@@ -11,6 +11,7 @@
 #include "ggml-moe-prefetch.h"
 
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -45,6 +46,9 @@ struct ggml_moe_layer_stats {
 };
 
 uint64_t ggml_moe_now_ns(void);
+
+// tokens from which on a batch is taken for a piece of a prompt
+static constexpr size_t GGML_MOE_CACHE_N_PROMPT = 9;
 
 struct ggml_moe_cache_layer;
 struct ggml_moe_cache_pool;
@@ -96,8 +100,21 @@ struct ggml_moe_cache_layer {
     ggml_moe_cache_pool *              pool  = nullptr;
     ggml_moe_layer_stats *             stats = nullptr;
     uint32_t                           n_failed = 0; // reads that did not succeed
+    std::vector<int32_t>               foreseen;     // experts of its next selection, as far as one can tell
 
     bool overlaps(ggml_moe_range range) const;
+};
+
+// powers of 2^(-1/half), tabulated: hundreds of scores are computed for one that is replaced
+struct ggml_moe_decay {
+    std::vector<float> powers;
+
+    explicit ggml_moe_decay(float half) {
+        for (int n = 0; n == 0 || powers.back() > 1e-6f; n++) {
+            powers.push_back(std::exp2(-(float) n/half));
+        }
+    }
+    float operator()(uint64_t n) const { return n < powers.size() ? powers[n] : 0.0f; }
 };
 
 // slots of one size; layers whose experts have the same size share them
@@ -150,6 +167,10 @@ struct ggml_moe_cache {
     // reads experts of a layer that is not due yet, as far as slots can be had for them; returns how many are on their way
     size_t ahead(ggml_moe_cache_layer * layer, const std::vector<int32_t> & experts);
 
+    // the same of experts that will be needed if `select` is right about the next selection of the layer that starts at
+    // `begin`; it runs on a reader that has no demand, and is over when the layer is removed
+    void foresee(uintptr_t begin, std::function<std::vector<int32_t>()> select);
+
     // a new graph: what was read ahead and never asked for may go
     void drop_ahead();
 
@@ -162,9 +183,17 @@ private:
         uint32_t              part;
     };
 
+    struct guess {
+        uintptr_t                             begin; // of the layer
+        uint64_t                              token; // of the layer: a guess about an earlier selection is void
+        std::function<std::vector<int32_t>()> select;
+    };
+
     const ggml_moe_os & os;
     ggml_moe_counters & counters;
-    const float         half_life; // passes
+    const ggml_moe_decay recent  {1.0f};  // by passes
+    const ggml_moe_decay frequent;
+    const ggml_moe_decay tail    {16.0f}; // by tokens
     const std::function<void()> watch;
 
     std::mutex              mutex; // all below, and the slots' fields but for the states
@@ -173,6 +202,8 @@ private:
     bool                    stop = false;
     std::deque<job>         demand;
     std::deque<job>         early; // read only when there is no demand
+    std::deque<guess>       guesses;
+    size_t                  n_guessing = 0; // under way
     std::unordered_map<uintptr_t, std::unique_ptr<ggml_moe_cache_layer>> layers;
     std::vector<std::unique_ptr<ggml_moe_cache_pool>> pools;
     uint64_t                budget = 0;
@@ -180,6 +211,9 @@ private:
     std::vector<std::thread> readers;
 
     void read(bool watches);
+    void follow(std::unique_lock<std::mutex> & lock);
+    size_t ahead(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts);
+    void cancel(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids);
     ggml_moe_cache_state read_part(const job & job);
     void share_budget();
     void trim(ggml_moe_cache_pool & pool);

@@ -26,6 +26,11 @@ ggml_moe_range ggml_moe_tensor_range(const ggml_tensor * tensor) {
     return { begin, begin + ggml_nbytes(tensor) };
 }
 
+bool ggml_moe_in_host_memory(const ggml_tensor * tensor) {
+    return tensor != nullptr && tensor->data != nullptr &&
+        (tensor->buffer == nullptr || ggml_backend_buffer_is_host(tensor->buffer));
+}
+
 //
 // ids
 //
@@ -73,11 +78,6 @@ void ggml_moe_ids_read(const ggml_tensor * ids, int64_t n_expert, ggml_moe_ids &
     ggml_moe_ids_end(out);
 }
 
-static bool ggml_moe_in_host_memory(const ggml_tensor * tensor) {
-    return tensor != nullptr && tensor->data != nullptr &&
-        (tensor->buffer == nullptr || ggml_backend_buffer_is_host(tensor->buffer));
-}
-
 bool ggml_moe_ids_read_early(const ggml_tensor * ids, int64_t n_expert, ggml_moe_ids & out) {
     if (ids->op != GGML_OP_GET_ROWS) {
         return false;
@@ -105,18 +105,30 @@ bool ggml_moe_ids_read_early(const ggml_tensor * ids, int64_t n_expert, ggml_moe
 // groups
 //
 
+ggml_moe_matrices ggml_moe_group::weights() const {
+    ggml_moe_matrices matrices;
+    for (const ggml_tensor * node : nodes) {
+        matrices.push_back(node->src[0]);
+    }
+    return matrices;
+}
+
+bool ggml_moe_is_expert_matmul(const ggml_tensor * node) {
+    return node->op == GGML_OP_MUL_MAT_ID && ggml_moe_in_host_memory(node->src[0]);
+}
+
 // Matmuls of one group share the ids tensor and follow each other, with other nodes between them. Comparing
 // neighbours needs no plan of the graph, so it holds for reused graphs, graph splits and several contexts.
 ggml_moe_group ggml_moe_group_at(const ggml_cgraph * cgraph, int i) {
     ggml_moe_group group;
 
-    if (cgraph->nodes[i]->op != GGML_OP_MUL_MAT_ID) {
+    if (!ggml_moe_is_expert_matmul(cgraph->nodes[i])) {
         return group;
     }
     const ggml_tensor * ids = cgraph->nodes[i]->src[2];
 
     for (int j = i - 1; j >= 0; j--) {
-        if (cgraph->nodes[j]->op == GGML_OP_MUL_MAT_ID) {
+        if (ggml_moe_is_expert_matmul(cgraph->nodes[j])) {
             if (cgraph->nodes[j]->src[2] == ids) {
                 return group;
             }
@@ -126,7 +138,7 @@ ggml_moe_group ggml_moe_group_at(const ggml_cgraph * cgraph, int i) {
 
     for (int j = i; j < cgraph->n_nodes; j++) {
         const ggml_tensor * node = cgraph->nodes[j];
-        if (node->op == GGML_OP_MUL_MAT_ID) {
+        if (ggml_moe_is_expert_matmul(node)) {
             if (node->src[2] != ids) {
                 break;
             }
@@ -139,13 +151,13 @@ ggml_moe_group ggml_moe_group_at(const ggml_cgraph * cgraph, int i) {
 int ggml_moe_group_next(const ggml_cgraph * cgraph, int i) {
     const ggml_tensor * ids = nullptr;
     for (int j = i - 1; j >= 0 && ids == nullptr; j--) {
-        if (cgraph->nodes[j]->op == GGML_OP_MUL_MAT_ID) {
+        if (ggml_moe_is_expert_matmul(cgraph->nodes[j])) {
             ids = cgraph->nodes[j]->src[2];
         }
     }
     for (; i < cgraph->n_nodes; i++) {
         const ggml_tensor * node = cgraph->nodes[i];
-        if (node->op == GGML_OP_MUL_MAT_ID && node->src[2] != ids) {
+        if (ggml_moe_is_expert_matmul(node) && node->src[2] != ids) {
             break;
         }
     }

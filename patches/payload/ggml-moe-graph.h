@@ -38,14 +38,22 @@ void ggml_moe_ids_read(const ggml_tensor * ids, int64_t n_expert, ggml_moe_ids &
 // false when these are not, or when their inputs are not in this process's memory
 bool ggml_moe_ids_read_early(const ggml_tensor * ids, int64_t n_expert, ggml_moe_ids & out);
 
+// experts of some matrices: [n_in, n_out, n_expert] each
+using ggml_moe_matrices = std::vector<const ggml_tensor *>;
+
 // the matmuls that share one ids tensor (gate, up, down), in the order they run
 struct ggml_moe_group {
     std::vector<const ggml_tensor *> nodes;
 
-    const ggml_tensor * ids() const                { return nodes[0]->src[2]; }
-    const ggml_tensor * weights(size_t part) const { return nodes[part]->src[0]; }
-    int64_t             n_expert() const           { return nodes[0]->src[0]->ne[2]; }
+    const ggml_tensor * ids() const      { return nodes[0]->src[2]; }
+    int64_t             n_expert() const { return nodes[0]->src[0]->ne[2]; }
+    ggml_moe_matrices   weights() const;
 };
+
+bool ggml_moe_in_host_memory(const ggml_tensor * tensor);
+
+// a matmul by selected experts whose weights are in host memory, so that this process computes it
+bool ggml_moe_is_expert_matmul(const ggml_tensor * node);
 
 // the group that node i is the first matmul of; no nodes when it is none
 ggml_moe_group ggml_moe_group_at(const ggml_cgraph * cgraph, int i);

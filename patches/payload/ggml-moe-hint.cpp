@@ -59,9 +59,9 @@ static size_t ggml_moe_hint_range(ggml_moe_prefetch_state & state, const ggml_mo
     return n_hinted;
 }
 
-void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group) {
-    for (const ggml_tensor * node : group.nodes) {
-        const ggml_moe_range range = ggml_moe_range_inner(ggml_moe_tensor_range(node->src[0]), os.page_size);
+void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices) {
+    for (const ggml_tensor * weights : matrices) {
+        const ggml_moe_range range = ggml_moe_range_inner(ggml_moe_tensor_range(weights), os.page_size);
         auto same = [&](const ggml_moe_range & r) { return r.begin == range.begin && r.end == range.end; };
         {
             std::shared_lock<std::shared_mutex> lock(state.mutex);
@@ -80,14 +80,13 @@ void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe_os & o
     }
 }
 
-size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group,
+size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices,
         const std::vector<int32_t> & experts) {
     size_t n_hinted   = 0;
     size_t n_resident = 0;
 
-    for (const ggml_tensor * node : group.nodes) {
-        const ggml_tensor *  weights = node->src[0];
-        const ggml_moe_range range   = ggml_moe_tensor_range(weights);
+    for (const ggml_tensor * weights : matrices) {
+        const ggml_moe_range range = ggml_moe_tensor_range(weights);
 
         std::shared_lock<std::shared_mutex> lock(state.mutex);
 
@@ -181,21 +180,27 @@ void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & o
 }
 
 // one thread, started by the first range
-void ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group) {
+bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices,
+        const std::vector<int32_t> & experts) {
     uint64_t n_bytes = 0;
-    for (const ggml_tensor * node : group.nodes) {
-        n_bytes += ggml_nbytes(node->src[0]);
+    for (const ggml_tensor * weights : matrices) {
+        n_bytes += experts.size()*weights->nb[2];
     }
     const uint64_t available = os.memory_available();
-    if (available != 0 && n_bytes > available/4) {
-        return; // it would push out what is in use
-    }
 
     std::lock_guard<std::mutex> lock(state.queue_mutex);
-    for (const ggml_tensor * node : group.nodes) {
-        const ggml_moe_range range = ggml_moe_tensor_range(node->src[0]);
-        for (uintptr_t begin = range.begin; begin < range.end; begin += node->src[0]->nb[2]) {
-            state.queue.push_back({ begin, begin + node->src[0]->nb[2] });
+    for (const ggml_moe_range & range : state.queue) {
+        n_bytes += range.size();
+    }
+    if (available != 0 && n_bytes > available/4) {
+        return false; // it would push out what is in use
+    }
+    for (const ggml_tensor * weights : matrices) {
+        for (const int32_t id : experts) {
+            if (id < weights->ne[2]) {
+                const uintptr_t begin = (uintptr_t) weights->data + id*weights->nb[2];
+                state.queue.push_back({ begin, begin + weights->nb[2] });
+            }
         }
     }
     if (!state.queue_running) {
@@ -220,6 +225,7 @@ void ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
         state.queue_running = true;
     }
     state.queue_filled.notify_one();
+    return true;
 }
 
 void ggml_moe_queue_drop(ggml_moe_prefetch_state & state) {
@@ -227,10 +233,10 @@ void ggml_moe_queue_drop(ggml_moe_prefetch_state & state) {
     state.queue.clear();
 }
 
-void ggml_moe_release(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group) {
+void ggml_moe_release(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices) {
     std::shared_lock<std::shared_mutex> lock(state.mutex);
-    for (const ggml_tensor * node : group.nodes) {
-        const ggml_moe_range range = ggml_moe_range_inner(ggml_moe_tensor_range(node->src[0]), os.page_size);
+    for (const ggml_tensor * weights : matrices) {
+        const ggml_moe_range range = ggml_moe_range_inner(ggml_moe_tensor_range(weights), os.page_size);
         if (ggml_moe_find_mapping(state, range)) {
             state.check(os.advise_cold(range.begin, range.size()), "madvise(MADV_COLD)");
         }

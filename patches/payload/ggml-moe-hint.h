@@ -8,10 +8,10 @@
 void ggml_moe_madv_slice(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_range slice);
 
 // a fault on an expert page must not drag in its neighbours, which belong to experts that nobody asked for
-void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group);
+void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices);
 
-// the slices of some experts in every matrix of a group; returns the bytes asked for
-size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group,
+// the slices of some experts in every matrix; returns the bytes asked for
+size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices,
     const std::vector<int32_t> & experts);
 
 // weights that nodes [i0, i1) are sure to read; locked too, within what the settings allow
@@ -22,9 +22,11 @@ void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & o
 bool ggml_moe_all_resident(ggml_moe_prefetch_state & state, const ggml_moe_os & os);
 void ggml_moe_saw(ggml_moe_prefetch_state & state, size_t n_absent);
 
-// all experts of a group, without holding up the caller: a request for a whole layer blocks until the disk has taken it
-void ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group);
+// some experts of some matrices, without holding up the caller: a request for a whole layer blocks until the disk has
+// taken it; false: it would push out what is in use
+bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices,
+    const std::vector<int32_t> & experts);
 void ggml_moe_queue_drop(ggml_moe_prefetch_state & state);
 
-// a group's experts are the first to go
-void ggml_moe_release(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_group & group);
+// experts that are the first to go
+void ggml_moe_release(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices);

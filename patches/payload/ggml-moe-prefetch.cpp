@@ -6,11 +6,18 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <numeric>
 #include <thread>
 
 //
 // threads
 //
+
+// experts that the scheduler copies to another device, which selects and computes there
+struct ggml_moe_copied {
+    const ggml_tensor * weights; // the original
+    const ggml_tensor * ids;
+};
 
 // what the announcing thread of a graph remembers from node to node
 struct ggml_moe_thread {
@@ -18,12 +25,39 @@ struct ggml_moe_thread {
     int                    i           = -1;
     ggml_moe_layer_stats * layer       = nullptr; // announced last
     uint64_t               announced   = 0;
-    ggml_moe_group         group;                 // announced last
+    ggml_moe_matrices      experts;               // announced last
     bool                   wide        = false;
     ggml_moe_plan          plan;
 
+    // of a scheduler that is computing: the nodes of all its splits, what it copies, and the originals of copied ids
+    ggml_cgraph                                                  whole = {};
+    std::vector<ggml_moe_copied>                                 copies;
+    size_t                                                       n_queued = 0; // of the copies, from the first one
+    std::unordered_map<const ggml_tensor *, const ggml_tensor *> originals;
+
     ~ggml_moe_thread();
+
+    // the whole graph that a split is part of, or the graph itself; i becomes the index there
+    const ggml_cgraph * around(const ggml_cgraph * graph, int & i) {
+        const ggml_moe_range all  = { (uintptr_t) whole.nodes, (uintptr_t) (whole.nodes + whole.n_nodes) };
+        const ggml_moe_range some = { (uintptr_t) graph->nodes, (uintptr_t) (graph->nodes + graph->n_nodes) };
+        if (whole.n_nodes == 0 || !all.contains(some)) {
+            return graph;
+        }
+        i += (int) ((some.begin - all.begin)/sizeof(ggml_tensor *));
+        return &whole;
+    }
+
+    void forget_schedule() {
+        cgraph        = nullptr;
+        whole.n_nodes = 0;
+        n_queued      = 0;
+        copies.clear();
+        originals.clear();
+    }
 };
+
+static thread_local ggml_moe_thread ggml_moe_this_thread;
 
 static bool ggml_moe_plan_has(const ggml_moe_plan & plan, const ggml_tensor * node) {
     return std::find(plan.nodes.begin(), plan.nodes.end(), node) != plan.nodes.end();
@@ -108,6 +142,8 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
         }
         budget = spare - std::min(spare, bytes_always + margin);
     }
+    budget -= std::min<uint64_t>(budget, state.copy_bytes); // which the page cache holds until it is copied
+
     // layers become known graph by graph when others run elsewhere: the files tell at once that not all can stay
     uint64_t n_mapped = 0;
     for (const ggml_moe_mapping & mapping : state.mappings) {
@@ -147,7 +183,8 @@ static int ggml_moe_cache_parts(const ggml_moe_prefetch_state & state, const ggm
 }
 
 // layers and weights of a graph that are not known yet
-static void ggml_moe_cache_learn(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph) {
+static void ggml_moe_cache_learn(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_thread & thread,
+        const ggml_cgraph * cgraph) {
     bool all_known = true;
     for (int i = ggml_moe_group_next(cgraph, 0); all_known && i < cgraph->n_nodes; i = ggml_moe_group_next(cgraph, i + 1)) {
         const uintptr_t begin = (uintptr_t) cgraph->nodes[i]->src[0]->data;
@@ -163,8 +200,12 @@ static void ggml_moe_cache_learn(ggml_moe_prefetch_state & state, const ggml_moe
         if (group.nodes.empty()) {
             continue;
         }
-        const uintptr_t        begin = (uintptr_t) group.weights(0)->data;
-        ggml_moe_layer_stats & stats = ggml_moe_layer_of(state, group);
+        const ggml_tensor *    first = group.nodes[0]->src[0];
+        const uintptr_t        begin = (uintptr_t) first->data;
+        ggml_moe_layer_stats & stats = ggml_moe_layer_of(state, first);
+        const auto original = thread.originals.find(group.ids());
+        std::shared_ptr<const ggml_moe_router> router =
+            ggml_moe_router::of(original != thread.originals.end() ? original->second : group.ids());
 
         std::unique_lock<std::shared_mutex> lock(state.mutex);
         if (state.mode.load() != GGML_MOE_PREFETCH_MODE_CACHE || state.uncached.count(begin)) {
@@ -191,11 +232,12 @@ static void ggml_moe_cache_learn(ggml_moe_prefetch_state & state, const ggml_moe
             result = state.cache->add(parts, group.n_expert(), state.layer_index[begin], stats);
         }
         if (result == 0) {
-            state.budget_ns = 0;
+            state.budget_ns      = 0;
+            state.routers[begin] = std::move(router);
         } else {
             if (state.uncached.empty()) {
                 GGML_LOG_WARN("%s: %s cannot be cached: %s; such layers run as in mode overlap\n", "ggml_moe_prefetch",
-                    group.weights(0)->name, result == -ENXIO ? "it is not mapped from a file" : strerror(-result));
+                    first->name, result == -ENXIO ? "it is not mapped from a file" : strerror(-result));
             }
             state.uncached.insert(begin);
         }
@@ -228,22 +270,44 @@ static void ggml_moe_layer_end(ggml_moe_thread & thread) {
     }
 }
 
+static std::vector<int32_t> ggml_moe_all_experts(int64_t n_expert) {
+    std::vector<int32_t> ids(n_expert);
+    std::iota(ids.begin(), ids.end(), 0);
+    return ids;
+}
+
+// of two layers: the one that is copied and the one that is read meanwhile
+static uint64_t ggml_moe_copy_bytes(const std::vector<ggml_moe_copied> & copies) {
+    uint64_t most  = 0;
+    uint64_t layer = 0;
+    for (size_t k = 0; k < copies.size(); k++) {
+        layer = (k > 0 && copies[k - 1].ids == copies[k].ids ? layer : 0) + ggml_nbytes(copies[k].weights);
+        most  = std::max(most, layer);
+    }
+    return 2*most;
+}
+
 static void ggml_moe_graph_begin(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_thread & thread,
         const ggml_cgraph * cgraph, int mode) {
     ggml_moe_layer_end(thread);
     ggml_moe_plan_end(thread.plan);
     thread.wide = false;
 
-    const int first = ggml_moe_group_next(cgraph, 0);
-    if (mode < GGML_MOE_PREFETCH_MODE_OVERLAP || first == cgraph->n_nodes) {
+    if (mode < GGML_MOE_PREFETCH_MODE_OVERLAP) {
         return;
     }
-    if (!ggml_moe_all_resident(state, os)) {
+    const int first = ggml_moe_group_next(cgraph, 0);
+    if (!ggml_moe_all_resident(state, os) && first < cgraph->n_nodes) {
         ggml_moe_hint_always(state, os, cgraph, 0, first);
     }
     std::shared_ptr<ggml_moe_cache> cache;
     if (mode == GGML_MOE_PREFETCH_MODE_CACHE) {
-        ggml_moe_cache_learn(state, os, cgraph);
+        const uint64_t copy_bytes = ggml_moe_copy_bytes(thread.copies);
+        if (state.copy_bytes.exchange(copy_bytes) != copy_bytes) {
+            std::unique_lock<std::shared_mutex> lock(state.mutex);
+            state.budget_ns = 0;
+        }
+        ggml_moe_cache_learn(state, os, thread, cgraph);
         ggml_moe_cache_follow(state, os);
         cache = ggml_moe_cache_of(state);
         if (cache) {
@@ -258,14 +322,39 @@ static void ggml_moe_graph_begin(ggml_moe_prefetch_state & state, const ggml_moe
             continue;
         }
         state.count(GGML_MOE_PREFETCH_COUNTER_GROUPS_EARLY);
-        ggml_moe_cache_layer * layer = cache ? cache->find((uintptr_t) group.weights(0)->data) : nullptr;
+        ggml_moe_cache_layer * layer = cache ? cache->find((uintptr_t) group.nodes[0]->src[0]->data) : nullptr;
         if (layer != nullptr) {
             cache->ahead(layer, ids.distinct);
         } else {
-            ggml_moe_hint_random(state, os, group);
-            ggml_moe_hint_experts(state, os, group, ids.distinct);
+            ggml_moe_hint_random(state, os, group.weights());
+            ggml_moe_hint_experts(state, os, group.weights(), ids.distinct);
         }
     }
+}
+
+// has the next layer's selection foreseen from this one's input
+static void ggml_moe_foresee(ggml_moe_prefetch_state & state, ggml_moe_cache & cache, const ggml_moe_group & group, const ggml_moe_group & after) {
+    const uintptr_t     begin = (uintptr_t) after.nodes[0]->src[0]->data;
+    const ggml_tensor * input = group.nodes[0]->src[1]; // [n_in, 1, n_tokens]
+
+    std::shared_ptr<const ggml_moe_router> router;
+    {
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+        const auto it = state.routers.find(begin);
+        if (state.params.foresee == 0 || it == state.routers.end() || it->second == nullptr) {
+            return;
+        }
+        router = it->second;
+    }
+    if (input == nullptr || input->type != GGML_TYPE_F32 || input->ne[0] != router->n_in() || input->ne[1] != 1 ||
+            !ggml_moe_in_host_memory(input)) {
+        return;
+    }
+    std::vector<float> x(router->n_in()*input->ne[2]);
+    for (int64_t t = 0; t < input->ne[2]; t++) {
+        memcpy(x.data() + t*router->n_in(), (const char *) input->data + t*input->nb[2], router->n_in()*sizeof(float));
+    }
+    cache.foresee(begin, [router, x = std::move(x)] { return router->select(x); });
 }
 
 static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_thread & thread,
@@ -284,14 +373,14 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     state.count(GGML_MOE_PREFETCH_COUNTER_GROUPS);
     state.count(GGML_MOE_PREFETCH_COUNTER_IDS_IGNORED, ids.n_ignored);
 
-    ggml_moe_layer_stats & stats = ggml_moe_layer_of(state, group);
+    ggml_moe_layer_stats & stats = ggml_moe_layer_of(state, group.nodes[0]->src[0]);
     thread.layer     = &stats;
     thread.announced = ggml_moe_now_ns();
     stats.n_selections++;
     stats.n_experts += ids.distinct.size();
 
     const auto cache = mode == GGML_MOE_PREFETCH_MODE_CACHE ? ggml_moe_cache_of(state) : nullptr;
-    ggml_moe_cache_layer * layer = cache ? cache->find((uintptr_t) group.weights(0)->data) : nullptr;
+    ggml_moe_cache_layer * layer = cache ? cache->find((uintptr_t) group.nodes[0]->src[0]->data) : nullptr;
 
     ggml_moe_group others;
     if (layer != nullptr) {
@@ -316,16 +405,16 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
 
     const bool all_resident = ggml_moe_all_resident(state, os);
     if (!rest.empty()) {
-        ggml_moe_hint_random(state, os, group);
+        ggml_moe_hint_random(state, os, group.weights());
         // what the cache has no memory for has never been looked at
         if (!all_resident || layer != nullptr) {
-            const size_t n_hinted = ggml_moe_hint_experts(state, os, group, rest);
+            const size_t n_hinted = ggml_moe_hint_experts(state, os, group.weights(), rest);
             stats.bytes += n_hinted;
             ggml_moe_saw(state, n_hinted);
         }
     }
     if (!others.nodes.empty()) {
-        stats.bytes += ggml_moe_hint_experts(state, os, others, ids.distinct);
+        stats.bytes += ggml_moe_hint_experts(state, os, others.weights(), ids.distinct);
     }
 
     if (mode >= GGML_MOE_PREFETCH_MODE_OVERLAP) {
@@ -335,27 +424,25 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
         }
 
         const bool wide = (int64_t) ids.distinct.size()*100 >= group.n_expert()*state.wide;
-        if (wide && next < cgraph->n_nodes) {
+        if (next < cgraph->n_nodes) {
             const ggml_moe_group after = ggml_moe_group_at(cgraph, next);
-            ggml_moe_cache_layer * layer_after = cache ? cache->find((uintptr_t) after.weights(0)->data) : nullptr;
-            if (layer_after != nullptr) {
-                rest.resize(after.n_expert());
-                for (size_t id = 0; id < rest.size(); id++) {
-                    rest[id] = (int32_t) id;
-                }
-                cache->ahead(layer_after, rest);
-            } else if (!all_resident) {
-                ggml_moe_hint_random(state, os, after);
-                ggml_moe_queue_push(state, os, after);
+            ggml_moe_cache_layer * layer_after = cache ? cache->find((uintptr_t) after.nodes[0]->src[0]->data) : nullptr;
+            if (wide && layer_after != nullptr) {
+                cache->ahead(layer_after, ggml_moe_all_experts(after.n_expert()));
+            } else if (wide && !all_resident) {
+                ggml_moe_hint_random(state, os, after.weights());
+                ggml_moe_queue_push(state, os, after.weights(), ggml_moe_all_experts(after.n_expert()));
+            } else if (layer_after != nullptr && ids.rows.size() < GGML_MOE_CACHE_N_PROMPT) {
+                ggml_moe_foresee(state, *cache, group, after);
             }
         }
         // experts of a wide batch are read once for many tokens: what decode uses should outlive them
         if (wide && thread.wide && layer == nullptr && !all_resident) {
-            ggml_moe_release(state, os, thread.group);
+            ggml_moe_release(state, os, thread.experts);
         }
         thread.wide = wide;
     }
-    thread.group = std::move(group);
+    thread.experts = group.weights();
     stats.hint_ns += ggml_moe_now_ns() - thread.announced;
 }
 
@@ -373,9 +460,16 @@ static void ggml_moe_guard(F && f) noexcept {
     }
 }
 
-static void ggml_moe_node(const ggml_cgraph * cgraph, int i) {
-    static thread_local ggml_moe_thread thread;
+// true: this is the first that is seen of the graph
+static bool ggml_moe_arrive(ggml_moe_thread & thread, const ggml_cgraph * cgraph, int i) {
+    const bool begin = thread.cgraph != cgraph || i <= thread.i;
+    thread.cgraph = cgraph;
+    thread.i      = i;
+    return begin;
+}
 
+static void ggml_moe_node(const ggml_cgraph * cgraph, int i) {
+    ggml_moe_thread         & thread = ggml_moe_this_thread;
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
 
     const int mode = state.mode.load(std::memory_order_relaxed);
@@ -387,9 +481,8 @@ static void ggml_moe_node(const ggml_cgraph * cgraph, int i) {
     }
 
     const ggml_moe_os & os    = *state.os.load();
-    const bool          begin = thread.cgraph != cgraph || i <= thread.i;
-    thread.cgraph = cgraph;
-    thread.i      = i;
+    cgraph = thread.around(cgraph, i);
+    const bool          begin = ggml_moe_arrive(thread, cgraph, i);
 
     const bool expert_matmul = cgraph->nodes[i]->op == GGML_OP_MUL_MAT_ID;
     if (!begin && !expert_matmul) {
@@ -422,6 +515,112 @@ static void ggml_moe_node(const ggml_cgraph * cgraph, int i) {
     }
 
     state.count(GGML_MOE_PREFETCH_COUNTER_HINT_NS, ggml_moe_now_ns() - start);
+}
+
+static void ggml_moe_graph_split(const ggml_cgraph * split, ggml_tensor ** inputs, int n_inputs) {
+    ggml_moe_thread & thread = ggml_moe_this_thread;
+    if (ggml_moe_prefetch_get_state().mode.load(std::memory_order_relaxed) == GGML_MOE_PREFETCH_MODE_OFF || split->n_nodes == 0) {
+        return;
+    }
+
+    // splits are consecutive views of one graph; were they not, each would be looked at by itself
+    if (thread.whole.n_nodes == 0) {
+        thread.whole.nodes = split->nodes;
+    }
+    if (split->nodes == thread.whole.nodes + thread.whole.n_nodes) {
+        thread.whole.n_nodes += split->n_nodes;
+    }
+
+    const ggml_tensor * node = split->nodes[0];
+    for (int k = 0; k < n_inputs; k++) {
+        const ggml_tensor * input = inputs[k];
+        if (node->op == GGML_OP_MUL_MAT_ID && input->op == GGML_OP_NONE && input->ne[2] > 1 && input != node->src[0] &&
+                input->ne[2] == node->src[0]->ne[2] && ggml_moe_in_host_memory(input)) {
+            thread.copies.push_back({ input, node->src[2] });
+        }
+        for (int i = 0; i < split->n_nodes && input->type == GGML_TYPE_I32; i++) {
+            const ggml_tensor * ids = ggml_moe_is_expert_matmul(split->nodes[i]) ? split->nodes[i]->src[2] : nullptr;
+            if (ids != nullptr && ids != input && ids->op == GGML_OP_NONE && ids->ne[0] == input->ne[0] && ids->ne[1] == input->ne[1]) {
+                thread.originals[ids] = input;
+            }
+        }
+    }
+}
+
+static void ggml_moe_copy(const ggml_tensor * weights, const ggml_tensor * ids_tensor, const int32_t * data) {
+    ggml_moe_thread         & thread = ggml_moe_this_thread;
+    ggml_moe_prefetch_state & state  = ggml_moe_prefetch_get_state();
+
+    const int mode = state.mode.load(std::memory_order_relaxed);
+    if (mode < GGML_MOE_PREFETCH_MODE_HINT) {
+        return;
+    }
+    const ggml_moe_os & os    = *state.os.load();
+    const uint64_t      start = ggml_moe_now_ns();
+
+    if (thread.whole.n_nodes > 0 && thread.cgraph == nullptr && ggml_moe_arrive(thread, &thread.whole, -1)) {
+        ggml_moe_graph_begin(state, os, thread, &thread.whole, mode);
+    }
+    static thread_local ggml_moe_ids ids;
+    if (data != nullptr) {
+        ggml_tensor host = *ids_tensor;
+        host.data = (void *) data;
+        ggml_moe_ids_read(&host, weights->ne[2], ids);
+    } else {
+        ids.distinct = ggml_moe_all_experts(weights->ne[2]);
+    }
+
+    ggml_moe_layer_stats & stats = ggml_moe_layer_of(state, weights);
+    stats.n_selections++;
+    stats.n_experts += ids.distinct.size();
+    state.count(GGML_MOE_PREFETCH_COUNTER_COPIES);
+
+    ggml_moe_hint_random(state, os, { weights });
+    stats.bytes += ggml_moe_hint_experts(state, os, { weights }, ids.distinct);
+
+    // what is copied after this one, a layer ahead at most
+    auto & copies = thread.copies;
+    const size_t k = std::find_if(copies.begin(), copies.end(), [&](const auto & c) { return c.weights == weights; }) - copies.begin();
+    if (mode >= GGML_MOE_PREFETCH_MODE_OVERLAP && k < copies.size()) {
+        const bool wide = (int64_t) ids.distinct.size()*100 >= weights->ne[2]*state.wide;
+        for (size_t j = std::max(k + 1, thread.n_queued); j < copies.size() && j <= k + 3; j++) {
+            const bool known = copies[j].ids == copies[k].ids;
+            if (!known && !wide) {
+                break;
+            }
+            ggml_moe_hint_random(state, os, { copies[j].weights });
+            if (!ggml_moe_queue_push(state, os, { copies[j].weights }, known ? ids.distinct : ggml_moe_all_experts(copies[j].weights->ne[2]))) {
+                break;
+            }
+            thread.n_queued = j + 1;
+        }
+        if (wide && k > 0) {
+            ggml_moe_release(state, os, { copies[k - 1].weights });
+        }
+    }
+    const uint64_t ns = ggml_moe_now_ns() - start;
+    stats.hint_ns += ns;
+    state.count(GGML_MOE_PREFETCH_COUNTER_HINT_NS, ns);
+}
+
+void ggml_moe_prefetch_graph_begin(void) {
+    ggml_moe_guard([] { ggml_moe_this_thread.forget_schedule(); });
+}
+
+void ggml_moe_prefetch_graph_split(const struct ggml_cgraph * split, struct ggml_tensor ** inputs, int n_inputs) {
+    ggml_moe_guard([&] { ggml_moe_graph_split(split, inputs, n_inputs); });
+}
+
+void ggml_moe_prefetch_graph_end(void) {
+    ggml_moe_guard([] {
+        ggml_moe_layer_end(ggml_moe_this_thread);
+        ggml_moe_plan_end(ggml_moe_this_thread.plan);
+        ggml_moe_this_thread.forget_schedule();
+    });
+}
+
+void ggml_moe_prefetch_copy(const struct ggml_tensor * weights, const struct ggml_tensor * ids, const int32_t * data) {
+    ggml_moe_guard([&] { ggml_moe_copy(weights, ids, data); });
 }
 
 void ggml_moe_prefetch_node(const struct ggml_cgraph * cgraph, int i) {
@@ -581,12 +780,12 @@ static void ggml_moe_map_remove(const void * addr, size_t size) {
         state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED] = n_locked;
 
         ggml_moe_forget(state.layer_index, cut, [](const auto & entry) { return entry.first; });
+        ggml_moe_forget(state.routers,     cut, [](const auto & entry) { return entry.first; });
         ggml_moe_forget(state.always,      cut, [](const auto & entry) { return entry.first; });
         ggml_moe_forget(state.uncached,    cut, [](uintptr_t begin)    { return begin; });
 
         if (state.mappings.empty()) { // the last model has gone
             last = std::move(state.cache);
-            state.cache.reset();
             state.cache_needed = false;
         }
     }

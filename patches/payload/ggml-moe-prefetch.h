@@ -33,6 +33,7 @@ enum ggml_moe_prefetch_counter {
     GGML_MOE_PREFETCH_COUNTER_LOAD_SKIPPED,     // loads that left out the read of the whole file
     GGML_MOE_PREFETCH_COUNTER_GROUPS,           // selections announced; madv: matmuls
     GGML_MOE_PREFETCH_COUNTER_GROUPS_EARLY,     // selections known and announced before their graph ran
+    GGML_MOE_PREFETCH_COUNTER_COPIES,           // expert matrices that the scheduler copied to another device
     GGML_MOE_PREFETCH_COUNTER_SLICES,           // expert matrices considered for a hint
     GGML_MOE_PREFETCH_COUNTER_CALLS,            // requests given to the kernel
     GGML_MOE_PREFETCH_COUNTER_BYTES_HINTED,     // bytes in these requests
@@ -43,6 +44,9 @@ enum ggml_moe_prefetch_counter {
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_RESIDENT, // cache: selected experts that were in memory
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_MISSED,   // cache: selected experts that were not
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD,    // cache: experts read before their selection was known
+    GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD_UNUSED,   // cache: of these, not selected then
+    GGML_MOE_PREFETCH_COUNTER_EXPERTS_FORESEEN,       // cache: experts that the next layer's router named early
+    GGML_MOE_PREFETCH_COUNTER_EXPERTS_FORESEEN_RIGHT, // cache: of these, selected
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_OVERFLOW, // cache: selected experts that no memory was left for
     GGML_MOE_PREFETCH_COUNTER_EVICTED,          // cache: experts that made room for others
     GGML_MOE_PREFETCH_COUNTER_READS,            // cache: expert matrices read
@@ -71,6 +75,7 @@ struct ggml_moe_prefetch_params {
     uint64_t lock_bytes;  // overlap, cache: always used weights to lock in memory at most [MOE_MADV_LOCK_MIB]
     int32_t  n_readers;   // cache: threads that read; 0: 2 to 4, by the cores [MOE_MADV_READERS]
     int32_t  half_life;   // cache: passes after which a selection counts half [MOE_MADV_HALF_LIFE]
+    int32_t  foresee;     // cache: experts of the next layer by its router's early word: 1 yes, 0 no [MOE_MADV_FORESEE, on/off]
     int32_t  wide;        // overlap, cache: a batch that selects this share of the experts reads the next layer whole, percent [MOE_MADV_WIDE]
 };
 
@@ -120,6 +125,16 @@ GGML_API bool ggml_moe_prefetch_load_allowed(uint64_t n_bytes);
 // loader, after mapping a file and before unmapping all or part of it
 GGML_API void ggml_moe_prefetch_map_add   (const void * addr, size_t size, int fd);
 GGML_API void ggml_moe_prefetch_map_remove(const void * addr, size_t size);
+
+// scheduler, one thread: before it computes a graph, for each of its splits in their order, and after it; so that what
+// comes next is known when layers alternate between devices. inputs are the tensors that the scheduler will copy
+GGML_API void ggml_moe_prefetch_graph_begin(void);
+GGML_API void ggml_moe_prefetch_graph_split(const struct ggml_cgraph * split, struct ggml_tensor ** inputs, int n_inputs);
+GGML_API void ggml_moe_prefetch_graph_end  (void);
+
+// scheduler, same thread: before it copies experts to another device; ids has shape [n_used, n_tokens], its values in
+// data; NULL when all experts are copied
+GGML_API void ggml_moe_prefetch_copy(const struct ggml_tensor * weights, const struct ggml_tensor * ids, const int32_t * data);
 
 // CPU backend, one thread, right before node i of the graph is computed and after all nodes before it
 GGML_API void ggml_moe_prefetch_node(const struct ggml_cgraph * cgraph, int i);

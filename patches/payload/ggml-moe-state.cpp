@@ -12,7 +12,7 @@
 #    include <pthread.h>
 #endif
 
-#define GGML_MOE_PREFETCH_VERSION "2"
+#define GGML_MOE_PREFETCH_VERSION "3"
 
 //
 // names
@@ -33,6 +33,7 @@ static const char * const GGML_MOE_PREFETCH_COUNTER_NAME[] = {
     "load_skipped",
     "groups",
     "groups_early",
+    "copies",
     "slices",
     "calls",
     "bytes_hinted",
@@ -43,6 +44,9 @@ static const char * const GGML_MOE_PREFETCH_COUNTER_NAME[] = {
     "experts_resident",
     "experts_missed",
     "experts_ahead",
+    "experts_ahead_unused",
+    "experts_foreseen",
+    "experts_foreseen_right",
     "experts_overflow",
     "evicted",
     "reads",
@@ -79,7 +83,8 @@ static bool ggml_moe_params_valid(const ggml_moe_prefetch_params & params) {
         params.mode      >=  0 && params.mode      <  GGML_MOE_PREFETCH_MODE_COUNT &&
         params.load      >= -1 && params.load      <= 1 &&
         params.n_readers >=  0 && params.n_readers <= 64 &&
-        params.half_life >=  1 && params.half_life <= 1000000 &&
+        params.half_life >=  1 && params.half_life <= 10000 &&
+        params.foresee   >=  0 && params.foresee   <= 1 &&
         params.wide      >=  1 && params.wide      <= 101;
 }
 
@@ -92,6 +97,7 @@ static void ggml_moe_params_default(ggml_moe_prefetch_params & params) {
         /*.lock_bytes  =*/ 0,
         /*.n_readers   =*/ 0,
         /*.half_life   =*/ 24,
+        /*.foresee     =*/ 1,
         /*.wide        =*/ 60,
     };
 }
@@ -123,10 +129,12 @@ static void ggml_moe_params_from_env(ggml_moe_prefetch_params & params) {
     const uint64_t mib = 1024*1024;
 
     set("MOE_MADV_MODE", [](const char * text, ggml_moe_prefetch_params & p) { return ggml_moe_mode_by_name(text, p.mode); });
-    set("MOE_MADV_LOAD", [](const char * text, ggml_moe_prefetch_params & p) {
-        p.load = strcmp(text, "on") == 0 ? 1 : strcmp(text, "off") == 0 ? 0 : strcmp(text, "auto") == 0 ? -1 : 2;
-        return true;
-    });
+    auto choice = [](const char * text, int32_t & value) {
+        value = strcmp(text, "on") == 0 ? 1 : strcmp(text, "off") == 0 ? 0 : strcmp(text, "auto") == 0 ? -1 : 2;
+        return value < 2;
+    };
+    set("MOE_MADV_LOAD",    [&](const char * text, ggml_moe_prefetch_params & p) { return choice(text, p.load);    });
+    set("MOE_MADV_FORESEE", [&](const char * text, ggml_moe_prefetch_params & p) { return choice(text, p.foresee); });
     set("MOE_MADV_CACHE_MIB", [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.cache_bytes, mib); });
     set("MOE_MADV_LOCK_MIB",  [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.lock_bytes,  mib); });
     set("MOE_MADV_READERS",   [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.n_readers,     1); });
@@ -187,8 +195,8 @@ const ggml_moe_mapping * ggml_moe_find_mapping(const ggml_moe_prefetch_state & s
     return nullptr;
 }
 
-ggml_moe_layer_stats & ggml_moe_layer_of(ggml_moe_prefetch_state & state, const ggml_moe_group & group) {
-    const uintptr_t begin = (uintptr_t) group.weights(0)->data;
+ggml_moe_layer_stats & ggml_moe_layer_of(ggml_moe_prefetch_state & state, const ggml_tensor * first) {
+    const uintptr_t begin = (uintptr_t) first->data;
     {
         std::shared_lock<std::shared_mutex> lock(state.mutex);
         const auto it = state.layer_index.find(begin);
@@ -204,7 +212,7 @@ ggml_moe_layer_stats & ggml_moe_layer_of(ggml_moe_prefetch_state & state, const 
     state.layer_index[begin] = state.layers.size();
     state.layers.emplace_back();
     state.n_layers = state.layers.size();
-    memcpy(state.layers.back().name, group.weights(0)->name, sizeof(state.layers.back().name));
+    memcpy(state.layers.back().name, first->name, sizeof(state.layers.back().name));
     return state.layers.back();
 }
 
@@ -260,7 +268,6 @@ bool ggml_moe_prefetch_set_params(const struct ggml_moe_prefetch_params * params
         }
         if (params->mode != GGML_MOE_PREFETCH_MODE_CACHE) {
             cache = std::move(state.cache); // selections under way keep it until they end
-            state.cache.reset();
             state.cache_needed = false;
             state.uncached.clear();
             state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = 0;

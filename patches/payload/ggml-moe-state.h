@@ -6,6 +6,7 @@
 #include "ggml-moe-graph.h"
 #include "ggml-moe-os.h"
 #include "ggml-moe-prefetch.h"
+#include "ggml-moe-router.h"
 
 #include <atomic>
 #include <condition_variable>
@@ -68,6 +69,8 @@ struct ggml_moe_prefetch_state {
     bool                                      lock_refused = false;
     std::shared_ptr<ggml_moe_cache>           cache;
     std::unordered_set<uintptr_t>             uncached;    // layers that the cache cannot serve, by the begin of the first matrix
+    std::unordered_map<uintptr_t, std::shared_ptr<const ggml_moe_router>> routers; // by the begin of the first matrix; NULL: of no known kind
+    std::atomic<uint64_t>                     copy_bytes{0};        // experts that a graph under way copies to a device, of two layers
     bool                                      cache_needed = false; // whether there is less memory than experts
     uint64_t                                  budget_ns    = 0;     // when the budget was looked at
 
@@ -100,5 +103,5 @@ ggml_moe_prefetch_state & ggml_moe_prefetch_get_state();
 // with the state's mutex held: the mapping that holds the range, or NULL
 const ggml_moe_mapping * ggml_moe_find_mapping(const ggml_moe_prefetch_state & state, ggml_moe_range range);
 
-// the times of a group's layer, made when it is seen first
-ggml_moe_layer_stats & ggml_moe_layer_of(ggml_moe_prefetch_state & state, const ggml_moe_group & group);
+// the times of a layer, by its first expert matrix; made when it is seen first
+ggml_moe_layer_stats & ggml_moe_layer_of(ggml_moe_prefetch_state & state, const ggml_tensor * first);

@@ -292,6 +292,104 @@ static void test_overflow() {
     CHECK_EQ(n_mapped, 3*(N_EXPERT - 6u));
 }
 
+static void wait_until(const char * counter, uint64_t value) {
+    for (int i = 0; i < 2000 && t_counter(counter) != value; i++) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    CHECK_EQ(t_counter(counter), value);
+}
+
+// the next layer's router, given this layer's input: the two experts with the largest numbers for x > 0, the smallest for x < 0
+static void test_foresee() {
+    for (const bool right : { true, false }) {
+        reset(cache_params(20));
+        t_model model(2);
+        std::vector<float> rows(N_EXPERT);
+        for (int64_t e = 0; e < N_EXPERT; e++) {
+            rows[e] = (float) e;
+        }
+        float x = 1.0f;
+        t_graph router;
+        ggml_tensor * w = router.weights((uintptr_t) rows.data(), 1, 0);
+        w->ne[1] = N_EXPERT;
+        w->nb[1] = sizeof(float);
+        const int logits = router.add(GGML_OP_MUL_MAT, w);
+        const int sorted = router.add(GGML_OP_ARGSORT, router.nodes[logits]);
+        ggml_tensor * input = router.weights((uintptr_t) &x, 1, sizeof(float));
+        for (int m = 0; m < 3; m++) {
+            ((ggml_tensor *) model.g.nodes[6 + 2*m]->src[2])->src[0] = router.nodes[sorted];
+            model.g.nodes[2*m]->src[1] = input;
+        }
+        model.ids[1][0] = right ? 15 : 1;
+        model.ids[1][1] = right ? 14 : 0;
+
+        // while the first layer has not been computed yet, the second one's experts are read
+        ggml_moe_prefetch_node(&model.g.cgraph, 0);
+        wait_until("reads", 2*2*3);
+        CHECK_EQ(t_counter("experts_ahead"), 2u);
+        for (int i = 0; i < 3; i++) {
+            CHECK_EQ(t_model::matmul(model.g.nodes[2*i]), 0u);
+        }
+        ggml_moe_prefetch_node(&model.g.cgraph, 6);
+        for (int i = 3; i < 6; i++) {
+            CHECK_EQ(t_model::matmul(model.g.nodes[2*i]), 0u);
+        }
+        CHECK_EQ(t_counter("experts_foreseen"),       2u);
+        CHECK_EQ(t_counter("experts_foreseen_right"), right ? 2u : 0u);
+        CHECK_EQ(t_counter("experts_ahead_unused"),   right ? 0u : 2u);
+        CHECK_EQ(t_counter("experts_missed"),         right ? 2u : 4u);
+        CHECK_EQ(t_counter("reads"),                  right ? 12u : 18u);
+    }
+
+    // off on request
+    ggml_moe_prefetch_params params = cache_params(20);
+    params.foresee = 0;
+    reset(params);
+    t_model model(2);
+    CHECK_EQ(model.run(), 0u);
+    CHECK_EQ(t_counter("experts_foreseen"), 0u);
+}
+
+// a layer that is read whole ahead of its selection: what has not begun when the selection is known is not read
+static void test_cancel() {
+    reset(cache_params(30)); // of 32 experts; half of them for what is read ahead
+    read_us = 2000;
+    t_model model(2);
+    std::vector<int32_t> row(N_EXPERT);
+    for (int32_t id = 0; id < N_EXPERT; id++) {
+        row[id] = id;
+    }
+    t_graph wide;
+    ggml_tensor * ids = wide.ids(10, N_EXPERT, { row }); // 10 of 16: more than 60 %
+    ids->op = GGML_OP_VIEW;
+    for (int i = 0; i < 6; i++) {
+        wide.add(GGML_OP_MUL_MAT_ID, model.g.nodes[2*i]->src[0], i < 3 ? ids : model.g.nodes[2*i]->src[2]);
+    }
+    ggml_moe_prefetch_node(&wide.cgraph, 0);
+    for (int m = 0; m < 3; m++) {
+        CHECK_EQ(t_model::matmul(wide.nodes[m]), 0u);
+    }
+    CHECK_EQ(t_counter("experts_ahead"), 15u);
+    for (int pass = 0; pass < 2; pass++) { // the second time with all that was cancelled
+        model.ids[1][0] = 14;
+        model.ids[1][1] = pass ? 3 : 13;
+        ggml_moe_prefetch_node(&wide.cgraph, 3);
+        for (int m = 3; m < 6; m++) {
+            CHECK_EQ(t_model::matmul(wide.nodes[m]), 0u);
+        }
+        if (pass == 0) {
+            CHECK(t_counter("reads") < 10*3 + 15*3u);
+        }
+    }
+    CHECK(t_counter("experts_ahead_unused") < 13u);
+    read_us = 0;
+    for (int32_t id = 0; id < N_EXPERT; id += 2) { // none of them is left half read
+        model.ids[1][0] = id;
+        model.ids[1][1] = id + 1;
+        CHECK_EQ(model.run(), 0u);
+    }
+}
+
 // nothing is cached where it cannot be: no direct reads, no mapping, no memory asked for
 static void test_fallback() {
     ggml_moe_prefetch_params params = cache_params(4);
@@ -505,6 +603,8 @@ int main() {
     test_hits_and_evictions();
     test_random_traffic();
     test_overflow();
+    test_foresee();
+    test_cancel();
     test_fallback();
     test_unload();
     test_mode_switch();

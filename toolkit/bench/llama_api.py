@@ -16,6 +16,7 @@ import llama_cpp
 import numpy as np
 
 GGML_MAX_DIMS, GGML_MAX_OP_PARAMS, GGML_MAX_SRC, GGML_MAX_NAME = 4, 64, 10, 64
+LAZY_MODES = ("off", "auto", "on")  # enum llama_lazy_mode of llama.h
 
 
 class LlamaError(Exception):
@@ -63,6 +64,7 @@ class _Params(ctypes.Structure):
         ("lock_bytes", ctypes.c_uint64),
         ("n_readers", ctypes.c_int32),
         ("half_life", ctypes.c_int32),
+        ("foresee", ctypes.c_int32),
         ("wide", ctypes.c_int32),
     ]
 
@@ -304,7 +306,7 @@ class Session:
     """One model, mapped and not repacked, with one context of one sequence.
 
     With `n_gpu_layers`, the last layers without their experts are on GPUs. With `rpc`, every layer is on these
-    servers; the mapping here is read to send them their weights.
+    servers; the mapping here is read to send them their weights. `lazy_mode` is one of LAZY_MODES, None the default.
     """
 
     def __init__(
@@ -316,6 +318,7 @@ class Session:
         n_ubatch: int,
         n_threads: int,
         n_gpu_layers: int = 0,
+        lazy_mode: str | None = None,
         trace: bool = False,
         rpc: Sequence[str] = (),
     ) -> None:
@@ -332,6 +335,8 @@ class Session:
             self._devices = (ctypes.c_void_p * (len(devices) + 1))(*devices)  # ended by a null
             _set(model_params, "devices", ctypes.addressof(self._devices))
         load_mapped(model_params)
+        if lazy_mode is not None:
+            _set(model_params, "lazy_mode", LAZY_MODES.index(lazy_mode))
 
         _set(context_params, "n_ctx", n_ctx)
         _set(context_params, "n_batch", n_batch)
@@ -359,6 +364,7 @@ class Session:
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self._vocab)
         self._n_batch = n_batch
         self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
+        self._evaluated = False  # anything, since the context was made or emptied
 
     def _on_node(self, pointer: int, ask: bool, _user: object) -> bool:
         tensor = ctypes.cast(pointer, ctypes.POINTER(_Tensor)).contents
@@ -383,6 +389,12 @@ class Session:
             raise LlamaError(f"tokenizer needs {-n} tokens for {len(data)} bytes")
         return list(tokens[:n])
 
+    def restart(self) -> None:
+        """Forget every evaluated token, so that the next one is the first of a sequence."""
+        if self._evaluated:
+            llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+            self._evaluated = False
+
     def decode(self, tokens: list[int], position: int) -> None:
         """Evaluate tokens at the given positions of the sequence and wait; only the last one gives logits."""
         if len(tokens) > self._n_batch:
@@ -397,6 +409,7 @@ class Session:
             batch.n_seq_id[i] = 1
             batch.seq_id[i][0] = 0
             batch.logits[i] = i == len(tokens) - 1
+        self._evaluated = True
         result = llama_cpp.llama_decode(self._context, batch)
         if result != 0:
             raise LlamaError(f"llama_decode returned {result} at position {position}")
