@@ -28,7 +28,7 @@ def test_variables_and_defaults_are_those_of_the_source() -> None:
     knobs = load_knobs(patches_dir())
     assert re.findall(r'set\("(MOE_MADV_\w+)"', source) == [knob.variable for knob in knobs]
     defaults = dict(re.findall(r"/\*\.(\w+)\s*=\*/ (\S+),", source))
-    words = {"GGML_MOE_PREFETCH_MODE_OFF": "off", "-1": "auto"}
+    words = {"GGML_MOE_PREFETCH_MODE_OFF": "off", "-1": "auto", "1": "on"}
     for knob in knobs:
         assert knob.default.split(",")[0] == words.get(defaults[knob.name], defaults[knob.name]), knob.name
 

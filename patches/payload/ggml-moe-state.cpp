@@ -133,12 +133,12 @@ static void ggml_moe_params_from_env(ggml_moe_prefetch_params & params) {
         value = strcmp(text, "on") == 0 ? 1 : strcmp(text, "off") == 0 ? 0 : strcmp(text, "auto") == 0 ? -1 : 2;
         return value < 2;
     };
-    set("MOE_MADV_LOAD",    [&](const char * text, ggml_moe_prefetch_params & p) { return choice(text, p.load);    });
-    set("MOE_MADV_FORESEE", [&](const char * text, ggml_moe_prefetch_params & p) { return choice(text, p.foresee); });
+    set("MOE_MADV_LOAD", [&](const char * text, ggml_moe_prefetch_params & p) { return choice(text, p.load); });
     set("MOE_MADV_CACHE_MIB", [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.cache_bytes, mib); });
     set("MOE_MADV_LOCK_MIB",  [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.lock_bytes,  mib); });
     set("MOE_MADV_READERS",   [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.n_readers,     1); });
     set("MOE_MADV_HALF_LIFE", [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.half_life,     1); });
+    set("MOE_MADV_FORESEE",   [&](const char * text, ggml_moe_prefetch_params & p) { return choice(text, p.foresee); });
     set("MOE_MADV_WIDE",      [&](const char * text, ggml_moe_prefetch_params & p) { return number(text, p.wide,          1); });
 }
 
