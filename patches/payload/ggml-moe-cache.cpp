@@ -382,7 +382,7 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
     // matrix by matrix, as they are computed, so that the first matmul waits for a part of the bytes only
     for (uint32_t p = 0; p < n_parts; p++) {
         for (auto * slot : found) {
-            demand.push_back({ slot, p });
+            demand.push_back({ slot, p, false });
         }
     }
     for (size_t i = found.size(); i < missing.size(); i++) {
@@ -442,19 +442,20 @@ void ggml_moe_cache::cancel(ggml_moe_cache_layer & layer, const ggml_moe_ids & i
         }
         // one of whose matrices a read has begun is read to its end: some of it would be missing for ever
         const auto of_slot = [&](const job & job) { return job.slot == slot; };
+        const auto used    = [](const std::atomic<uint8_t> & state) { return state == GGML_MOE_CACHE_USED; };
         const size_t n_queued = std::count_if(early.begin(), early.end(), of_slot);
         if (n_queued == layer.parts.size()) {
             early.erase(std::remove_if(early.begin(), early.end(), of_slot), early.end());
             slot->n_pins -= (int) n_queued;
             evict(*slot);
-        } else {
+        } else if (std::none_of(slot->state, slot->state + layer.parts.size(), used)) { // else it was there before
             counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD_UNUSED);
         }
     }
 }
 
 // with the mutex held
-size_t ggml_moe_cache::ahead(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts) {
+size_t ggml_moe_cache::ahead(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts, bool guess) {
     const size_t n_parts = layer.parts.size();
     std::vector<ggml_moe_cache_slot *> found;
     std::vector<int32_t> missing;
@@ -484,10 +485,11 @@ size_t ggml_moe_cache::ahead(ggml_moe_cache_layer & layer, const std::vector<int
         found[i]->ahead   = true;
         found[i]->n_pins += (int) n_parts;
     }
-    for (uint32_t p = 0; p < n_parts; p++) {
-        for (auto * slot : found) {
-            early.push_back({ slot, p });
-        }
+    // of guesses the surest whole, so that what proves wrong has not begun; else as the matrices are computed
+    for (size_t i = 0; i < found.size()*n_parts; i++) {
+        const size_t k = guess ? i/n_parts : i%found.size();
+        const size_t p = guess ? i%n_parts : i/found.size();
+        early.push_back({ found[k], (uint32_t) p, guess });
     }
     counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD, found.size());
     if (!found.empty()) {
@@ -498,7 +500,7 @@ size_t ggml_moe_cache::ahead(ggml_moe_cache_layer & layer, const std::vector<int
 
 size_t ggml_moe_cache::ahead(ggml_moe_cache_layer * layer, const std::vector<int32_t> & experts) {
     std::lock_guard<std::mutex> lock(mutex);
-    return ahead(*layer, experts);
+    return ahead(*layer, experts, false);
 }
 
 void ggml_moe_cache::foresee(uintptr_t begin, std::function<std::vector<int32_t>()> select) {
@@ -560,10 +562,26 @@ const char * ggml_moe_cache::wait(const ggml_moe_cache_plan & plan, size_t part,
 // readers
 //
 
+// with the mutex held. Guesses keep half of the readers at most: a demand that comes meanwhile waits for less
+bool ggml_moe_cache::next_job(job & next) {
+    const bool guess = demand.empty() && !early.empty() && early.front().guess;
+    std::deque<job> & queue = demand.empty() ? early : demand;
+    if (queue.empty() || (guess && n_guessed >= std::max<size_t>(1, readers.size()/2))) {
+        return false;
+    }
+    next = queue.front();
+    queue.pop_front();
+    n_guessed += guess;
+    return true;
+}
+
 void ggml_moe_cache::read(bool watches) {
     std::unique_lock<std::mutex> lock(mutex);
-    const auto due = [&] { return stop || !demand.empty() || !guesses.empty() || !early.empty(); };
+    job next;
+    bool found = false;
+    const auto due = [&] { return stop || (demand.empty() && !guesses.empty()) || (found = next_job(next)); };
     for (;;) {
+        found = false;
         if (!watches) {
             work.wait(lock, due);
         } else if (!work.wait_for(lock, std::chrono::milliseconds(100), due)) {
@@ -575,19 +593,17 @@ void ggml_moe_cache::read(bool watches) {
         if (stop) {
             return;
         }
-        if (demand.empty() && !guesses.empty()) {
+        if (!found) {
             follow(lock);
             continue;
         }
-        std::deque<job> & queue = demand.empty() ? early : demand;
-        const job next = queue.front();
-        queue.pop_front();
 
         lock.unlock();
         const ggml_moe_cache_state state = read_part(next);
         lock.lock();
 
         // who sees the state may count on the slot being free of this read
+        n_guessed -= next.guess;
         next.slot->n_pins--;
         next.slot->layer->n_failed += state == GGML_MOE_CACHE_FAILED;
         next.slot->state[next.part].store(state, std::memory_order_release);
@@ -613,7 +629,7 @@ void ggml_moe_cache::follow(std::unique_lock<std::mutex> & lock) {
 
     const auto it = layers.find(next.begin);
     if (it != layers.end() && it->second->token == next.token && !experts.empty()) {
-        ahead(*it->second, experts);
+        ahead(*it->second, experts, true);
         it->second->foreseen = std::move(experts);
     }
     ready.notify_all(); // for `remove`

@@ -167,8 +167,8 @@ struct ggml_moe_cache {
     // reads experts of a layer that is not due yet, as far as slots can be had for them; returns how many are on their way
     size_t ahead(ggml_moe_cache_layer * layer, const std::vector<int32_t> & experts);
 
-    // the same of experts that will be needed if `select` is right about the next selection of the layer that starts at
-    // `begin`; it runs on a reader that has no demand, and is over when the layer is removed
+    // the same of experts that will be needed if `select`, the surest first, is right about the next selection of the
+    // layer that starts at `begin`; it runs on a reader that has no demand, and is over when the layer is removed
     void foresee(uintptr_t begin, std::function<std::vector<int32_t>()> select);
 
     // a new graph: what was read ahead and never asked for may go
@@ -181,6 +181,7 @@ private:
     struct job {
         ggml_moe_cache_slot * slot;
         uint32_t              part;
+        bool                  guess; // may turn out not to be needed
     };
 
     struct guess {
@@ -202,6 +203,7 @@ private:
     bool                    stop = false;
     std::deque<job>         demand;
     std::deque<job>         early; // read only when there is no demand
+    size_t                  n_guessed = 0; // guesses being read
     std::deque<guess>       guesses;
     size_t                  n_guessing = 0; // under way
     std::unordered_map<uintptr_t, std::unique_ptr<ggml_moe_cache_layer>> layers;
@@ -212,7 +214,8 @@ private:
 
     void read(bool watches);
     void follow(std::unique_lock<std::mutex> & lock);
-    size_t ahead(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts);
+    bool next_job(job & next);
+    size_t ahead(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts, bool guess);
     void cancel(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids);
     ggml_moe_cache_state read_part(const job & job);
     void share_budget();

@@ -138,22 +138,24 @@ std::vector<int32_t> ggml_moe_router::select(const std::vector<float> & x) const
         }
     }
 
-    std::vector<int32_t> order(n_expert());
-    std::vector<bool>    selected(n_expert());
-    for (auto & s : scores) {
+    std::vector<std::vector<int32_t>> orders(n_tokens, std::vector<int32_t>(n_expert()));
+    for (size_t t = 0; t < n_tokens; t++) {
+        auto & s     = scores[t];
+        auto & order = orders[t];
         for (const step & step : steps) {
             ggml_moe_apply(step, s);
         }
         std::iota(order.begin(), order.end(), 0);
-        std::nth_element(order.begin(), order.begin() + (n_used - 1), order.end(), [&](int32_t a, int32_t b) { return s[a] > s[b]; });
-        for (int64_t i = 0; i < n_used; i++) {
-            selected[order[i]] = true;
-        }
+        std::partial_sort(order.begin(), order.begin() + n_used, order.end(), [&](int32_t a, int32_t b) { return s[a] > s[b]; });
     }
     std::vector<int32_t> found;
-    for (int64_t e = 0; e < n_expert(); e++) {
-        if (selected[e]) {
-            found.push_back((int32_t) e);
+    std::vector<bool>    selected(n_expert());
+    for (int64_t i = 0; i < n_used; i++) {
+        for (const auto & order : orders) {
+            if (!selected[order[i]]) {
+                selected[order[i]] = true;
+                found.push_back(order[i]);
+            }
         }
     }
     return found;

@@ -37,6 +37,6 @@ struct ggml_moe_router {
     // the router behind an ids tensor of shape [n_used, n_tokens], or NULL when it is of a kind that is not known
     static std::unique_ptr<ggml_moe_router> of(const ggml_tensor * ids);
 
-    // experts selected for x, [n_tokens][n_in]: distinct, ascending
+    // experts selected for x, [n_tokens][n_in]: distinct, every token's first choice before any second
     std::vector<int32_t> select(const std::vector<float> & x) const;
 };

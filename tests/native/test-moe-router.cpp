@@ -68,10 +68,10 @@ static void test_select() {
     CHECK_EQ(router->n_in(), 9u);
     CHECK_EQ(router->n_expert(), 4u);
     CHECK((router->select({ 1, 0, 0, 0, 0, 0, 0, 0, 0 }) == ids{ 0, 3 }));        // 1, 0, 0, 0.25
-    CHECK((router->select({ 0, 0, 0, 0, 0, 0, 0, 0, 2 }) == ids{ 2, 3 }));        // 0, 0, 2, 0.5
     CHECK((router->select({ 3, 2, 0, 0, 0, 0, 0, 0, 1 }) == ids{ 0, 1 }));        // 3, 2, 1, 1.5
-    CHECK((router->select({ 3, 2, 0, 0, 0, 0, 0, 0, 1,                            // two tokens: what either selects
-                            0, 0, 0, 0, 0, 0, 0, 0, 2 }) == ids{ 0, 1, 2, 3 }));
+    CHECK((router->select({ 3, 2, 0, 0, 0, 0, 0, 0, 1,                            // two tokens: 0 and 1, 2 and 3; the surest first
+                            0, 0, 0, 0, 0, 0, 0, 0, 2 }) == ids{ 0, 2, 1, 3 }));
+    CHECK((router->select({ 0, 1, 0, 0, 0, 0, 0, 0, 4 }) == ids{ 2, 3 }));        // 0, 1, 4, 1.25
 }
 
 static void test_steps() {
@@ -80,7 +80,7 @@ static void test_steps() {
     // sigmoid: 0.982, 0.881, 0.731; the bias makes the last two the largest, which it would not do to the logits
     t_router gated(1, 3, rows);
     const auto router = gated.then(GGML_OP_UNARY, GGML_UNARY_OP_SIGMOID).add({ 0, 0.2f, 0.3f }).top(2);
-    CHECK((router->select({ 1 }) == ids{ 1, 2 }));
+    CHECK((router->select({ 1 }) == ids{ 1, 2 })); // 0.982, 1.081, 1.031
 
     // sqrt(softplus): 2.005, 1.458, 1.146; with the bias 2.005, 1.858, 1.946
     t_router root(1, 3, rows);
