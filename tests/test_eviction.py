@@ -16,7 +16,7 @@ from toolkit import cli as command_line
 from toolkit.errors import ModelError
 from toolkit.model import eviction_report
 from toolkit.model.eviction import CHOSEN, NEED_WEIGHTS, POLICIES, Belady, Score, ScoredCache, Workload, misses
-from toolkit.model.queues import Arc, S3Fifo, WTinyLfu
+from toolkit.model.queues import Arc, HeldLru, S3Fifo, WTinyLfu
 from toolkit.model.routing import Trace, generate, lru_hit_rate
 
 
@@ -217,6 +217,34 @@ def test_router_weights_count_by_their_share() -> None:
 # --- Queues by hand
 
 
+def test_held_slots_stay_and_are_chosen_again_by_decayed_counts() -> None:
+    cache = HeldLru(3, 0.5)  # one slot held
+    for token, slot in enumerate((0, 0, 0, 1, 2, 3, 4, 5)):
+        cache.serve(token, 0, [slot])
+    # Nothing is held before the first choice, at token 8: LRU.
+    assert list(cache.queue) == [3, 4, 5]
+    cache.serve(8, 0, [3])  # all resident ones were used once: the oldest is held
+    assert cache.held == {3}
+    for token, slot in enumerate((4, 6, 7, 6, 7, 6, 7), start=9):
+        cache.serve(token, 0, [slot])
+    assert set(cache.queue) == {3, 6, 7}  # 3 is the least recently used
+    # At token 16 the counts are 3: (1 + 2^(1/4)) / 2^(1/2), as it was used at tokens 5 and 8; 6 and 7: 3 / 2^(1/4)
+    cache.serve(16, 0, [8])
+    assert cache.held == {6}
+    assert set(cache.queue) == {6, 7, 8}
+    assert cache.counts[3] == pytest.approx(2**-0.5 + 2**-0.25)
+    assert cache.counts[6] == pytest.approx(3 * 2**-0.25)
+
+
+def test_held_slots_leave_when_a_layer_needs_their_room() -> None:
+    cache = HeldLru(2, 1.0)
+    cache.serve(0, 0, [0, 1])
+    cache.serve(8, 0, [0, 1])
+    assert cache.held == {0, 1}
+    assert cache.serve(9, 0, [2, 3]) == 2
+    assert set(cache.queue) == {2, 3}
+
+
 def test_arc_by_hand() -> None:
     cache = Arc(2)
     for slot in (0, 0, 1, 2):  # 0 is used again; 2 takes the place of 1, which was used once and leaves a ghost
@@ -307,6 +335,8 @@ def test_the_command_writes_json_and_tables(tmp_path: Path, monkeypatch: pytest.
     page = out.with_suffix(".md").read_text(encoding="utf-8")
     assert f"| **{CHOSEN}** | {rows['one', 30, CHOSEN]['of_lru']:.3f} |" in page
     assert "| chosen on |" in page
+    saved = [rows["one", 30, "LRU"]["misses"] - rows["one", 30, policy]["misses"] for policy in (CHOSEN, "Belady")]
+    assert f"{saved[0] / saved[1]:.0%} (one 30 %), " in page
 
 
 def test_the_command_refuses_a_capacity_that_is_no_share(tmp_path: Path) -> None:

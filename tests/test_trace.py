@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from gguf_builder import moe
 
 from toolkit import cli as command_line
 from toolkit.errors import ModelError
 from toolkit.model import trace
+from toolkit.model.layout import read_model
 from toolkit.model.routing import generate, statistics
 from toolkit.model.trace import Header, TraceWriter
 
@@ -140,6 +142,7 @@ def rewritten(path: Path, **changes: Any) -> Path:
         ({"expert_bytes": [1, 2, 3]}, "says what cannot be"),
         ({"expert_bytes": ["x", 2]}, "says what cannot be"),
         ({"expert_bytes": 7}, "broken"),
+        ({"blocks": [1]}, "says what cannot be"),
         ({"experts": None}, "broken"),
         ({"colour": "red"}, "broken"),
     ],
@@ -212,11 +215,47 @@ def test_npz_to_trace_file_and_back_loses_nothing(tmp_path: Path) -> None:
         TraceWriter(first, header)
 
 
+def test_tokens_and_layer_numbers_go_along(tmp_path: Path) -> None:
+    first = save_npz(tmp_path / "a.npz", token=np.arange(50, dtype=np.int32) * 7, blocks=np.array([1, 2, 5, 6]))
+    trace.write(trace.read(first), tmp_path / "b.moetrace")
+    trace.write(trace.read(tmp_path / "b.moetrace"), tmp_path / "c.npz")
+    found = trace.read(tmp_path / "c.npz")
+    assert found.header.blocks == (1, 2, 5, 6)
+    assert found.records["token"].tolist() == list(range(0, 350, 7))
+
+
+def test_what_a_run_selected_is_a_recording_of_the_layers_with_experts(tmp_path: Path) -> None:
+    layout = read_model(moe(layers=3, experts=8, top_k=2).write(tmp_path / "m.gguf"))
+    # block 0 is dense, and of the prompt's last token alone is everything computed
+    ids = np.array([[[-1, -1], [3, 1], [-1, -1]], [[-1, -1], [0, 7], [2, 4]], [[-1, -1], [5, 6], [1, 0]]])
+    found = trace.of_run(layout, ids, [11, 12, 13], n_prompt=2, where=tmp_path / "a.npz")
+    # gate, up and down of 64 x 32 F32
+    sizes = (3 * 64 * 32 * 4,) * 2
+    wanted = Header(model="m.gguf", layers=2, experts=8, top_k=2, blocks=(1, 2), expert_bytes=sizes)
+    assert found.header == wanted
+    for name in ("a.npz", "a.moetrace"):
+        trace.write(found, tmp_path / name)
+        again = trace.read(tmp_path / name)
+        assert again.experts.tolist() == ids[:, 1:].tolist()
+        assert again.records["token"].tolist() == [11, 12, 13]
+        assert again.records["phase"].tolist() == [0, 0, 1]
+        assert (again.header.blocks, again.header.expert_bytes) == ((1, 2), sizes)
+
+
+def test_a_model_without_experts_has_no_trace(tmp_path: Path) -> None:
+    layout = read_model(moe(layers=2, dense=2).write(tmp_path / "m.gguf"))
+    with pytest.raises(ModelError, match="no layer of the model has experts"):
+        trace.of_run(layout, np.empty((1, 2, 0), np.int32), [1], n_prompt=0, where=tmp_path / "a.npz")
+
+
 @pytest.mark.parametrize(
     ("more", "what"),
     [
         ({"weights": np.ones((2, 2), np.float16)}, "weights has shape"),
-        ({"expert_bytes": np.array([1, 2, 3])}, "one number for each of 4 layers"),
+        ({"expert_bytes": np.array([1, 2, 3])}, "expert_bytes must have one number for each of 4 layers"),
+        ({"blocks": np.array([1, 2, 3])}, "blocks must have one number for each of 4 layers"),
+        ({"token": np.array([1, 2, 3])}, "token has shape"),
+        ({"token": np.zeros(50)}, "type float64"),
         ({"phase": np.zeros(50, np.uint8)}, "phase must be 0"),
     ],
 )

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toolkit import config
+from toolkit.cli.model_early import early
 from toolkit.cli.model_evict import evict
+from toolkit.cli.model_predict import predict
 from toolkit.cli.model_trace import trace as trace_command
 from toolkit.console import GIB, byte_progress, note
 
@@ -31,7 +33,9 @@ def model() -> None:
     """
 
 
+model.add_command(early)
 model.add_command(evict)
+model.add_command(predict)
 model.add_command(trace_command)
 
 _OVERRIDE = re.compile(r"(?P<key>[^=]+)=(?:int:)?(?P<value>-?[0-9]{1,18})")
@@ -84,7 +88,7 @@ def info(file: Path, json_: bool, overrides: dict[str, int], tokens: int) -> Non
 
 _COUNT = click.IntRange(min=1)
 _REPLAY_FIXES = {"experts", "top_k", "prompt", "decode", "popularity", "recency"}
-_LIKE_LEAVES_OPEN = {"prompt", "decode", "popularity", "recency"}
+_LIKE_LEAVES_OPEN = {"prompt", "decode", "popularity", "recency", "early_accuracy"}
 _SCALE = 64  # one with DeepSeek-V4-Flash: 2.4 GiB
 
 
@@ -116,6 +120,12 @@ def _parse_scale(_ctx: click.Context, _param: click.Parameter, text: str | None)
 @click.option("--decode", type=_COUNT, help="Decoded tokens of the prescribed list.")
 @click.option("--popularity", type=float, help="Spread of expert use, 0 (alike) to 10.  [default: as in real models]")
 @click.option("--recency", type=float, help="Weight of recent use, 0 (none) to 100.  [default: as in real models]")
+@click.option(
+    "--early-accuracy",
+    type=float,
+    metavar="SHARE",
+    help="How often the next layer's router, given this layer's input, is right.  [default: always]",
+)
 @click.option("--replay", type=click.Path(path_type=Path), metavar="TRACE.npz", help="Use a recorded routing.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--vocab", type=click.Path(path_type=Path), help="GGUF vocabulary.  [default: of the fetched llama.cpp]")
@@ -142,6 +152,8 @@ def synth(
     frequent as in real models, or a recorded one.
     Sizes: tiny 9 MiB, demo 3 GiB, bench 8 GiB. With --like the architecture is the real model's, with all of its
     experts, narrower and shallower by --scale.
+    By prescription the next layer's router is right even on this layer's input, which is early. Real models have
+    published figures of 0.80 to 0.89: --early-accuracy 0.85 makes it as wrong as that, the true routing unchanged.
 
     \b
     Example:
@@ -151,6 +163,7 @@ def synth(
       moe-madv model synth shared.gguf --shared-ff 3072
       moe-madv model synth ds4.gguf --like deepseek-v4-flash --scale 1/64
       moe-madv model synth replay.gguf --preset bench --replay trace.npz
+      moe-madv model synth hard.gguf --preset bench --early-accuracy 0.85
     """
     from toolkit.model.routing import WINDOW, statistics
     from toolkit.model.shape import routing
@@ -177,6 +190,8 @@ def synth(
             f"{stats.recent_reuse:.2f}, static top 1/8 {stats.static_coverage:.2f}, LRU hits at 20 / 30 % "
             f"{stats.lru_hits[20]:.2f} / {stats.lru_hits[30]:.2f}"
         )
+    if made.early is not None:
+        note(f"early routing right, by layers ahead: {', '.join(f'{share:.3f}' for share in made.early.accuracy)}")
     if not dry_run:
         with byte_progress() as progress:
             task = progress.add_task(out.name, total=made.nbytes)
@@ -185,6 +200,8 @@ def synth(
     if json_:
         measured = None if stats is None else asdict(stats)
         report = {"file": str(out), "bytes": made.nbytes, "parameters": made.parameters, "routing": measured}
+        if made.early is not None:
+            report["early_accuracy_by_layers_ahead"] = made.early.accuracy
         click.echo(json.dumps(report, indent=2))
     elif not dry_run:
         click.echo(out)

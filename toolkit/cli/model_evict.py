@@ -11,7 +11,8 @@ import click
 from toolkit.console import note
 
 
-def _percents(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[int, ...]:
+def shares(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[int, ...]:
+    """Percentages of an option such as `20%,30%`, each once."""
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"([0-9]{1,3})\s*%?", part.strip())
@@ -23,7 +24,7 @@ def _percents(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[
 
 @click.command("evict")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="TRACE...")
-@click.option("--capacity", default="20%,30%", show_default=True, callback=_percents, help="Shares of all experts.")
+@click.option("--capacity", default="20%,30%", show_default=True, callback=shares, help="Shares of all experts.")
 @click.option("--validate", is_flag=True, help="Choose constants on one part, test them on the others (a minute).")
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), help="JSON file; its tables go beside it as .md."

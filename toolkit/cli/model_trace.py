@@ -19,7 +19,7 @@ from toolkit.console import note
 def trace(file: Path, to: Path | None, force: bool, as_json: bool) -> None:
     """Show how an expert trace re-uses experts; convert it.
 
-    FILE is a trace file of a run, or a recorded routing (.npz). All figures are of decoded tokens: how alike
+    FILE is what `bench run --trace` wrote, or a recorded routing (.npz). All figures are of decoded tokens: how alike
     neighbouring tokens are, which share of the experts was used in the last 8 tokens, which is among the 1/8 most
     used of the first half, and how often a cache of 20 or 30 % of all experts would have them.
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.model.queues import Arc, Lru, S3Fifo, WTinyLfu
+from toolkit.model.queues import Arc, HeldLru, Lru, S3Fifo, WTinyLfu
 from toolkit.model.routing import Trace
 
 # A slot is one expert of one layer, numbered layer * n_expert + expert. All layers share the capacity.
@@ -169,8 +169,13 @@ def _scored(score: Score) -> Policy:
     return lambda workload, capacity: ScoredCache(workload, capacity, score)
 
 
+def _held(percent: int) -> Policy:
+    return lambda _, capacity: HeldLru(capacity, percent / 100)
+
+
 POLICIES: dict[str, Policy] = {
     "LRU": lambda _, capacity: Lru(capacity),
+    **{f"LRU, hold {percent} %": _held(percent) for percent in (10, 25, 50)},
     "LFU": _scored(Score(scales=((1.0, math.inf),))),
     "ARC": lambda _, capacity: Arc(capacity),
     "S3-FIFO": lambda _, capacity: S3Fifo(capacity),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -78,7 +78,7 @@ def compare(
     Policies that need router weights are left out where a trace has none. Raises ModelError.
     """
     for workload in workloads:
-        _check(workload, percents)
+        check_capacities(workload, percents)
     results = []
     for workload in workloads:
         name = _name(workload.trace)
@@ -113,7 +113,8 @@ def capacity_of(workload: Workload, percent: int) -> int:
     return workload.n_slots * percent // 100
 
 
-def _check(workload: Workload, percents: Sequence[int]) -> None:
+def check_capacities(workload: Workload, percents: Sequence[int]) -> None:
+    """Raise ModelError for a share that does not even hold what one layer takes."""
     trace = workload.trace
     for percent in percents:
         if (slots := capacity_of(workload, percent)) < trace.top_k:
@@ -233,8 +234,10 @@ def as_markdown(comparison: Comparison) -> str:
         "",
         "One cache of whole experts, shared by all layers, warmed by the prompt. Misses of decoded tokens as a share",
         "of LRU's; in the row of LRU, its misses per access. Belady knows the future: no policy can miss less.",
+        "LRU stands for the page cache, which keeps pages by last use; `hold` for the page cache with that share of",
+        "the capacity locked, by frequency among what is resident and chosen anew every 8 tokens.",
         "",
-        *_table(
+        *table(
             ["policy", *(f"{trace} {percent} %" for trace, percent in columns)],
             [
                 [
@@ -245,7 +248,7 @@ def as_markdown(comparison: Comparison) -> str:
             ],
         ),
         "",
-        *_table(
+        *table(
             ["trace", "layers", "experts", "top k", "prompt", "decode", "accesses", "first uses"],
             [
                 [
@@ -259,6 +262,11 @@ def as_markdown(comparison: Comparison) -> str:
         "",
         "First uses are of experts that neither the prompt nor an earlier decoded token has taken: every cache misses",
         "them.",
+        "",
+        f"Of the misses that Belady saves against LRU, `{CHOSEN}` saves",
+        f"{', '.join(f'{_of_belady(cells, column):.0%} ({column[0]} {column[1]} %)' for column in columns)}.",
+        "Traces have the router's weights of chosen experts only: what the scores of the others would tell about the",
+        "next tokens cannot be seen in them. Those of the chosen ones tell little (`two scales, router weights`).",
     ]
     if comparison.choices:
         lines += [
@@ -268,7 +276,7 @@ def as_markdown(comparison: Comparison) -> str:
             "The weight of the fast scale and the half-life of the slow one, chosen on one part, tested on another;",
             "misses as a share of LRU's, mean over the capacities. The form of the score was found on all traces.",
             "",
-            *_table(
+            *table(
                 ["chosen on", "weight", "half-life", "there", "tested on", "misses / LRU's", "constants in use"],
                 [
                     [
@@ -287,6 +295,11 @@ def as_markdown(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _of_belady(cells: Mapping[tuple[str, str, int], Result], column: tuple[str, int]) -> float:
+    lru, chosen, best = (cells[policy, column[0], column[1]].misses for policy in ("LRU", CHOSEN, "Belady"))
+    return (lru - chosen) / max(lru - best, 1)
+
+
 def _cell(result: Result | None, settings: Sequence[Setting]) -> str:
     if result is None:
         return ""
@@ -296,6 +309,7 @@ def _cell(result: Result | None, settings: Sequence[Setting]) -> str:
     return f"{result.of_lru:.3f}"
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a markdown table, numbers to the right."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]

@@ -1,13 +1,19 @@
-"""Caches that keep slots in queues: LRU, ARC, S3-FIFO and W-TinyLFU, changed only so that a layer keeps its experts."""
+"""Caches that keep slots in queues: LRU, without and with a held part, ARC, S3-FIFO and W-TinyLFU.
+
+They are as published, but for the experts of the running layer, which stay.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Container, Iterable
+from itertools import chain
 
 Queue = OrderedDict[int, None]  # oldest first
 
+_HOLD_TOKENS = 8  # between two choices of what is held
+_HOLD_HALF_LIFE = 32  # tokens, of the counts it is chosen by
 _MAX_COUNT = 3  # of S3-FIFO: two bits
 _SMALL_SHARE = 10  # S3-FIFO's first queue holds 1/10
 _WINDOW_SHARE = 100  # W-TinyLFU's window holds 1/100
@@ -56,6 +62,37 @@ class Lru(QueueCache):
         self.queue.move_to_end(slot)
         if len(self.queue) > self.capacity:
             del self.queue[next(s for s in self.queue if s not in pinned)]
+
+
+class HeldLru(Lru):
+    """LRU, except that the most used of its slots, `share` of the capacity, are held: the page cache with locked pages.
+
+    They are chosen anew every few tokens, by decayed counts and among resident slots, so that nothing is read for it.
+    What is not held any more leaves by its last use, as any other.
+    """
+
+    def __init__(self, capacity: int, share: float) -> None:
+        super().__init__(capacity)
+        self.room = int(capacity * share)
+        self.held: set[int] = set()
+        self.counts: defaultdict[int, float] = defaultdict(float)
+
+    def serve(self, token: int, layer: int, slots: list[int]) -> int:
+        if layer == 0 and token % _HOLD_TOKENS == 0:
+            for slot in self.counts:
+                self.counts[slot] *= 0.5 ** (_HOLD_TOKENS / _HOLD_HALF_LIFE)
+            self.held = set(sorted(self.queue, key=lambda slot: -self.counts[slot])[: self.room])
+        for slot in slots:
+            self.counts[slot] += 1
+        return super().serve(token, layer, slots)
+
+    def access(self, slot: int, pinned: Container[int]) -> None:
+        self.queue[slot] = None
+        self.queue.move_to_end(slot)
+        if len(self.queue) > self.capacity:
+            # a held one only where the rest is what the layer needs
+            order = chain((s for s in self.queue if s not in self.held), self.queue)
+            del self.queue[next(s for s in order if s not in pinned)]
 
 
 class Arc(QueueCache):

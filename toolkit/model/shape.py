@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType as GGMLType
 
 from toolkit.errors import ModelError
 from toolkit.model.blocks import BLOCK_SIZE
+from toolkit.model.early import BANKS
 from toolkit.model.routing import POPULARITY, RECENCY, Trace, generate, load_trace
 
 HEAD_DIM = 128
@@ -16,6 +17,7 @@ _MAX_IDS = 1 << 16  # in the prescription: `read_header` keeps arrays up to this
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # llama.cpp's, src/llama-hparams.h
 _MAX_WIDTH = 1 << 16  # twice as wide as any published model
 _MAX_POPULARITY, _MAX_RECENCY = 10, 100
+_MIN_EARLY = 0.5  # of early accuracy; a choice at random may be no better
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class Shape:
     popularity: float = POPULARITY  # of the generated routing
     recency: float = RECENCY
     shared_ff: int = 0  # of one shared expert; 0: none
+    early_accuracy: float | None = None  # of the next layer's router on this layer's input; None: exact
 
     @property
     def arch(self) -> str:
@@ -105,13 +108,17 @@ def _check(shape: Shape, source: str | None) -> None:
             f"--shared-ff {shape.shared_ff} is not a multiple of {unit}",
             hint=f"try {-(-shape.shared_ff // unit) * unit}",
         )
+    banks = 1
+    if shape.early_accuracy is not None:
+        banks = BANKS
+        _check_early(shape, shape.early_accuracy, source)
     n_positions = shape.prompt + shape.decode
-    limit = shape.embd * 3 // 4
+    limit = shape.embd * 3 // 4 // banks
     if n_positions > limit:
-        wider = -(-n_positions * 4 // (3 * 256)) * 256
+        wider = -(-n_positions * banks * 4 // (3 * 256)) * 256
+        need = "a residual dimension each" if banks == 1 else f"{banks} residual dimensions each for --early-accuracy"
         raise ModelError(
-            f"{n_positions:,} positions (prompt and decode) need a residual dimension each; "
-            f"--embd {shape.embd} leaves room for {limit:,}",
+            f"{n_positions:,} positions (prompt and decode) need {need}; --embd {shape.embd} leaves room for {limit:,}",
             where=source,
             hint=f"use --embd {wider} or fewer positions" if wider <= _MAX_WIDTH else "use fewer positions",
         )
@@ -121,4 +128,21 @@ def _check(shape: Shape, source: str | None) -> None:
             f"{n_ids:,} routed ids; the header holds at most {_MAX_IDS:,}",
             where=source,
             hint="use fewer layers or positions",
+        )
+
+
+def _check_early(shape: Shape, accuracy: float, source: str | None) -> None:
+    if not _MIN_EARLY <= accuracy < 1:
+        raise ModelError(
+            f"--early-accuracy {accuracy} is not from {_MIN_EARLY} to less than 1",
+            where=source,
+            hint="leave it out for 1; real models are published with 0.8 to 0.9",
+        )
+    if shape.layers < 2:
+        raise ModelError("--early-accuracy of one layer: there is none before it", where=source, hint="use --layers 2")
+    if shape.top_k > shape.experts * _MIN_EARLY:
+        raise ModelError(
+            f"--early-accuracy with top-k {shape.top_k} of {shape.experts} experts: too few others to take instead",
+            where=source,
+            hint="lower --top-k",
         )

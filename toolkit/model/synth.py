@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from toolkit.errors import MachineError, ModelError
 from toolkit.files import atomic_path, sha256_file
 from toolkit.model.arch import Architecture, deepseek4, qwen
+from toolkit.model.early import prescribe
 from toolkit.model.gguf_header import read_header
 from toolkit.model.routing import Trace
 from toolkit.model.shape import Shape
@@ -67,9 +68,17 @@ class Synth:
             "trace": trace.source,
             "trace_sha256": hashlib.sha256(trace.experts.astype("<i2").tobytes()).hexdigest(),
         }
+        self.early = None if shape.early_accuracy is None else prescribe(trace, shape.early_accuracy, seed)
+        if self.early is None:
+            del self.parameters["early_accuracy"]  # the option is newer than the format
         self._architecture = _ARCHITECTURES[shape.arch]
         weights = Weights(
-            trace, embd=shape.embd, n_vocab=len(self.vocabulary.tokens), tokens=self.tokens, dense=GGMLType[shape.dense]
+            trace,
+            embd=shape.embd,
+            n_vocab=len(self.vocabulary.tokens),
+            tokens=self.tokens,
+            dense=GGMLType[shape.dense],
+            early=self.early,
         )
         self._tensors = tuple(self._architecture.tensors(shape, weights))
         self.nbytes = sum(t.nbytes for t in self._tensors)

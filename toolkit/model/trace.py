@@ -26,6 +26,8 @@ from toolkit.errors import ModelError
 from toolkit.files import atomic_path
 from toolkit.model import routing
 from toolkit.model.eviction import Workload
+from toolkit.model.layout import ModelLayout
+from toolkit.model.text import shown
 
 SUFFIX = ".moetrace"
 FORMAT = 1
@@ -38,6 +40,7 @@ _MISSING = 0xFFFF
 # routing.Trace holds ids as int16; far above any model.
 _MAX_EXPERTS = 1 << 15
 _MAX_ROW = 1 << 20  # layers * top_k
+_BY_LAYER = ("blocks", "expert_bytes", "dense_bytes")  # fields of the header with a number for each layer, or none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Header:
     layers: int  # those with experts
     experts: int
     top_k: int
-    first_layer: int = 0  # number of the first layer with experts; the others follow without a gap
+    blocks: tuple[int, ...] = ()  # N of blk.N, by layer; empty: not known
     expert_bytes: tuple[int, ...] = ()  # of one expert, by layer; empty: not known
     dense_bytes: tuple[int, ...] = ()  # what every token reads, by layer
     weights: bool = False  # records hold the router's weights
@@ -161,6 +164,28 @@ def pack(
     return records
 
 
+def of_run(
+    layout: ModelLayout, experts: NDArray[Any], tokens: Sequence[int], *, n_prompt: int, where: Path
+) -> Recording:
+    """What a run of the model selected: ids [token, decode layer, k], -1 where none was computed. Raises ModelError."""
+    routed = [i for i, layer in enumerate(layout.layers) if layer.experts]
+    if not routed:
+        raise ModelError("no layer of the model has experts", where=layout.shards[0].path)
+    layers = [layout.layers[i] for i in routed]
+    sizes = [layer.bytes_per_expert for layer in layers]
+    header = Header(
+        model=shown(layout.shards[0].path.name),
+        layers=len(layers),
+        experts=max(layer.experts for layer in layers),
+        top_k=experts.shape[2],
+        blocks=tuple(layer.block for layer in layers),
+        expert_bytes=() if None in sizes else tuple(size or 0 for size in sizes),
+    )
+    phase = np.arange(len(experts)) >= n_prompt
+    records = pack(header, experts[:, routed], phase=phase, tokens=np.asarray(tokens), where=where)
+    return Recording(path=where, header=header, records=records)
+
+
 def _shape_hint(shape: tuple[int, int]) -> str:
     return f"give integers [token, {shape[0]}, {shape[1]}]"
 
@@ -193,7 +218,9 @@ def write(recording: Recording, out: Path) -> None:
         }
         if header.weights:
             arrays["weights"] = recording.records["weights"]
-        for name in ("expert_bytes", "dense_bytes"):
+        if np.any(recording.records["token"] >= 0):
+            arrays["token"] = recording.records["token"]
+        for name in _BY_LAYER:
             if getattr(header, name):
                 arrays[name] = np.array(getattr(header, name), dtype=np.int64)
         np.savez_compressed(f, **arrays)
@@ -231,7 +258,7 @@ def _header(text: bytes, path: Path) -> Header:
     """Check every field: the file comes from outside, and the sizes decide what is mapped."""
     try:
         raw = json.loads(text)
-        for name in ("expert_bytes", "dense_bytes"):
+        for name in _BY_LAYER:
             raw[name] = tuple(raw[name])
         header = Header(**raw)
         counts = (header.layers, header.experts, header.top_k)
@@ -240,11 +267,10 @@ def _header(text: bytes, path: Path) -> Header:
             and header.experts <= _MAX_EXPERTS
             and header.top_k <= header.experts
             and header.layers * header.top_k <= _MAX_ROW
-            and type(header.first_layer) is int
             and type(header.weights) is bool
             and isinstance(header.model, str)
-            and all(len(b) in (0, header.layers) for b in (header.expert_bytes, header.dense_bytes))
-            and all(type(n) is int for n in (*header.expert_bytes, *header.dense_bytes))
+            and all(len(getattr(header, name)) in (0, header.layers) for name in _BY_LAYER)
+            and all(type(n) is int for name in _BY_LAYER for n in getattr(header, name))
         )
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise ModelError(f"the header of the trace file is broken: {e}", where=path) from e
@@ -259,23 +285,21 @@ def _read_npz(path: Path) -> Recording:
         experts = np.asarray(arrays["experts"], dtype=np.int64)
         phase = np.asarray(arrays["phase"])
         weights = np.asarray(arrays["weights"]) if "weights" in arrays else None
-        sizes = {
-            name: tuple(int(n) for n in np.ravel(arrays[name])) if name in arrays else ()
-            for name in ("expert_bytes", "dense_bytes")
-        }
+        tokens = np.asarray(arrays["token"]) if "token" in arrays else None
+        by_layer = {name: tuple(int(n) for n in np.ravel(arrays[name])) if name in arrays else () for name in _BY_LAYER}
     header = Header(
         model=path.stem,
         layers=experts.shape[1],
         experts=trace.n_expert,
         top_k=trace.top_k,
-        expert_bytes=sizes["expert_bytes"],
-        dense_bytes=sizes["dense_bytes"],
         weights=weights is not None,
+        **by_layer,
     )
     if weights is not None and weights.shape != experts.shape:
         raise ModelError(f"weights has shape {list(weights.shape)}, experts {list(experts.shape)}", where=path)
-    if any(len(sizes[name]) not in (0, header.layers) for name in sizes):
-        raise ModelError(
-            f"expert_bytes and dense_bytes must have one number for each of {header.layers} layers", where=path
-        )
-    return Recording(path=path, header=header, records=pack(header, experts, phase=phase, weights=weights, where=path))
+    if tokens is not None and (tokens.shape != phase.shape or tokens.dtype.kind not in "iu"):
+        raise ModelError(f"token has shape {list(tokens.shape)} and type {tokens.dtype}", where=path)
+    if wrong := [name for name in _BY_LAYER if len(by_layer[name]) not in (0, header.layers)]:
+        raise ModelError(f"{' and '.join(wrong)} must have one number for each of {header.layers} layers", where=path)
+    records = pack(header, experts, phase=phase, tokens=tokens, weights=weights, where=path)
+    return Recording(path=path, header=header, records=records)

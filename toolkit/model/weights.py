@@ -3,7 +3,8 @@
 Every position of a routing trace has a token of its own. Its embedding has one spike in a reserved dimension of
 the residual stream. The rows of all matrices that write to the residual stream are zero in reserved dimensions,
 so the spike passes unchanged through all layers, and the routers read nothing else. RMS normalisation scales all
-logits of a token alike, so their order is the prescribed one.
+logits of a token alike, so their order is the prescribed one. With early routing (see `early`) there are as many
+spikes as banks, and each router sees one of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gguf import GGMLQuantizationType as GGMLType
 from numpy.typing import NDArray
 
 from toolkit.model.blocks import random_blocks
+from toolkit.model.early import BANKS, Early
 from toolkit.model.routing import Trace
 
 _SPIKE = 8.0  # of a code, beside random dimensions of rms 1
@@ -47,9 +49,13 @@ class Tensor:
 class Weights:
     """Makes the tensors of one model: `embd` wide, `n_vocab` tokens, of which `tokens` are the forced ones."""
 
-    def __init__(self, trace: Trace, *, embd: int, n_vocab: int, tokens: Sequence[int], dense: GGMLType) -> None:
-        self.trace, self.embd, self.n_vocab, self.dense = trace, embd, n_vocab, dense
-        self._reserved = -(-len(tokens) // 32) * 32  # one dimension a position, at the end, in whole blocks
+    def __init__(
+        self, trace: Trace, *, embd: int, n_vocab: int, tokens: Sequence[int], dense: GGMLType, early: Early | None
+    ) -> None:
+        self.trace, self.embd, self.n_vocab, self.dense, self._early = trace, embd, n_vocab, dense, early
+        self._banks = BANKS if early else 1
+        self._bank = -(-len(tokens) // 32) * 32  # one dimension a position, in whole blocks; the banks are at the end
+        self._reserved = self._banks * self._bank
         # A forced token has its position's code, all others share the codes in turn.
         self._position = np.arange(n_vocab) % len(tokens)
         self._position[list(tokens)] = np.arange(len(tokens))
@@ -79,6 +85,13 @@ class Weights:
         """A norm that scales nothing."""
         return self.constant(name, np.ones(n, dtype=np.float32))
 
+    def router_norm(self, name: str, layer: int) -> Tensor:
+        """The norm before a layer's router: it scales nothing, and hides every bank but the layer's own."""
+        values = np.ones(self.embd, dtype=np.float32)
+        codes = values[self.embd - self._reserved :].reshape(self._banks, self._bank)
+        codes[np.arange(self._banks) != layer % self._banks] = 0
+        return self.constant(name, values)
+
     def normal(self, name: str, *shape: int, rms: float) -> Tensor:
         """Normally distributed weights [..., out, in]."""
 
@@ -92,8 +105,9 @@ class Weights:
         """Random rows with a code at their end."""
 
         def make(bits: np.random.BitGenerator) -> NDArray[Any]:
-            spikes = np.zeros((len(self.trace.experts), self._reserved), dtype=np.float32)
+            spikes = np.zeros((len(self.trace.experts), self._bank), dtype=np.float32)
             np.fill_diagonal(spikes, _SPIKE)
+            spikes = np.tile(spikes, self._banks)
             codes = gguf.quants.quantize(spikes, self.dense)
             data = random_blocks(bits, (self.n_vocab, self.embd), self.dense, rms=1.0)
             data[:, -codes.shape[1] :] = codes[self._position]
@@ -102,7 +116,10 @@ class Weights:
         return Tensor(name=name, shape=(self.n_vocab, self.embd), type=self.dense, make=make)
 
     def router(self, name: str, layer: int) -> Tensor:
-        """Scores [expert, in] whose best are the layer's prescribed experts, in their order."""
+        """Scores [expert, in] whose best are the layer's prescribed experts, in their order.
+
+        In the banks that the one or two layers before show: the early logits.
+        """
         n_positions, _, top_k = self.trace.experts.shape
 
         def make(bits: np.random.BitGenerator) -> NDArray[np.float32]:
@@ -110,8 +127,10 @@ class Weights:
             chosen = _MARGIN + _SPREAD * np.arange(top_k, 0, -1, dtype=np.float32) / top_k
             np.put_along_axis(logits, self.trace.experts[:, layer].astype(np.int64), chosen[None], axis=1)
             weight = np.zeros((self.trace.n_expert, self.embd), dtype=np.float32)
-            first = self.embd - self._reserved
-            weight[:, first : first + n_positions] = logits.T / _SPIKE
+            ahead = [] if self._early is None else [early[:, layer] for early in self._early.logits]
+            for distance, scores in enumerate([logits, *ahead]):
+                first = self.embd - self._reserved + (layer - distance) % self._banks * self._bank
+                weight[:, first : first + n_positions] = scores.T / _SPIKE
             return weight
 
         return Tensor(name=name, shape=(self.trace.n_expert, self.embd), type=GGMLType.F32, make=make)

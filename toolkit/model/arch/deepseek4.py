@@ -188,7 +188,7 @@ def _hyper_connection(prefix: str, s: Shape, w: Weights) -> Iterator[Tensor]:
 def _experts(blk: str, s: Shape, w: Weights, layer: int) -> Iterator[Tensor]:
     kind = GGMLType[s.type]
     yield from _hyper_connection(f"{blk}.hc_ffn", s, w)
-    yield w.norm(f"{blk}.ffn_norm.weight", s.embd)
+    yield w.router_norm(f"{blk}.ffn_norm.weight", layer)
     yield w.router(f"{blk}.ffn_gate_inp.weight", layer)  # in a hash layer it still weighs the experts
     if layer < HASH_LAYERS:
         yield w.hash_table(f"{blk}.ffn_gate_tid2eid.weight", layer)

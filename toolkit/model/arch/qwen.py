@@ -46,7 +46,7 @@ def tensors(shape: Shape, weights: Weights) -> Iterator[Tensor]:
         if shape.arch == "qwen3moe":
             yield w.norm(f"{blk}.attn_q_norm.weight", HEAD_DIM)
             yield w.norm(f"{blk}.attn_k_norm.weight", HEAD_DIM)
-        yield w.norm(f"{blk}.ffn_norm.weight", n)
+        yield w.router_norm(f"{blk}.ffn_norm.weight", i)
         yield w.router(f"{blk}.ffn_gate_inp.weight", i)
         yield w.matrix(f"{blk}.ffn_gate_exps.weight", shape.experts, shape.ff, n, type=experts)
         yield w.matrix(f"{blk}.ffn_up_exps.weight", shape.experts, shape.ff, n, type=experts)
