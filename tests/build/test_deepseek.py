@@ -13,6 +13,8 @@ from click.testing import CliRunner
 from toolkit import results
 from toolkit.bench.plan import MODES, STOCK
 from toolkit.cli import cli
+from toolkit.evidence.compare import compare
+from toolkit.evidence.setting import command
 from toolkit.model.arch.deepseek4 import HASH_LAYERS, flash
 from toolkit.model.layout import Routing, read_model
 from toolkit.model.shape import routing
@@ -80,7 +82,7 @@ def test_a_sequence_long_enough_for_both_compressions(
     assert len({s["logits_sha256"] for s in run.samples if s["test"] == "tg128"}) == 1
 
 
-def _reproduce(home: Path, monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> Any:
+def _reproduce(home: Path, monkeypatch: pytest.MonkeyPatch, *args: object) -> Any:
     monkeypatch.setenv("MOE_MADV_HOME", str(home))
     # the budget of a test is about the command, not about memory: a process alone needs 200 MiB
     done = CliRunner().invoke(
@@ -94,7 +96,8 @@ def test_moe_madv_is_reproduced_and_a_second_call_measures_nothing(
     flash_small: Path, both_wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    args: list[str | Path] = [
+    origin = ["--source", "a test", "--revision", "1"]
+    args = [
         "moe-madv",
         "--model",
         flash_small,
@@ -103,57 +106,97 @@ def test_moe_madv_is_reproduced_and_a_second_call_measures_nothing(
         "--repeats",
         "1",
         "--matrix",
+        *origin,
         "--out",
         out,
     ]
-    found = _reproduce(both_wheels, monkeypatch, *args, "--source", "a test", "--revision", "1")
-    files = sorted(path.name for path in out.glob("*.jsonl"))
-    assert files == ["decode-json.jsonl", "decode-plain.jsonl", "prefill-code.jsonl", "prefill-note.jsonl"]
+    found = _reproduce(both_wheels, monkeypatch, *args)
+    stem = "reproduce-moe-madv-small"
+    names = ["decode-json", "decode-plain", "prefill-code", "prefill-note"]
+    assert sorted(path.name for path in out.glob("*.jsonl")) == [f"{stem}-{name}.jsonl" for name in names]
     runs = results.read(sorted(out.glob("*.jsonl")))
     # two prompts of a suite are different tokens, and every one takes its prescribed experts
     assert len({run.header["plan"]["tokens_sha256"] for run in runs}) == 4
     assert [run.checks[0]["experts_match"] for run in runs] == [True] * 4
     assert {run.header["model"]["source"] for run in runs} == {"a test"}
-    assert {(len(x["processes"]), x["arm"]) for x in found["ours"]} == {(1, "off"), (1, "madv")}
+    assert {run.header["plan"]["n_ctx"] for run in runs} == {1024}
+    arms = ["off", "madv", "prewarm-off", "prewarm-madv"]
+    assert {(len(x["processes"]), x["arm"]) for x in found["ours"]} == {(1, arm) for arm in arms}
     assert {r["n_pairs"] for r in found["ratios"]} == {2}
     assert all(r["ratio"] > 0 for r in found["ratios"])
     assert found["failures"] == []
+    # the pages of results name the command that made a file
+    asked = "moe-madv reproduce moe-madv --model small.gguf --arms off,madv --repeats 1 --matrix --source 'a test'"
+    assert all(command(run).startswith(asked) for run in runs)
+    # a context of 1024 tokens is not among what differs
+    assert {c["what"] for c in found["conditions"]}.isdisjoint({"context", "decoded"})
 
-    before = {path: path.read_bytes() for path in out.glob("*.jsonl")}
-    again = _reproduce(both_wheels, monkeypatch, *args, "--source", "a test", "--revision", "1")
-    assert {path: path.read_bytes() for path in out.glob("*.jsonl")} == before
+    # 16 of 256 experts in each of the layers are read before the prewarmed runs
+    layers = read_model(flash_small).layers
+    warmed = {"prewarm_bytes": sum(16 * (layer.bytes_per_expert or 0) for layer in layers)}
+    for run in runs:
+        assert [run.header["arms"][arm].get("config") for arm in arms] == [None, None, warmed, warmed]
+        assert {row["arm"] for row in run.samples if row.get("prewarm_s", 0) > 0} == set(arms[2:])
+        # every file is one that the other commands read, with a limit for the prompt and for decode
+        limits_of = {c.test: c.candidate_limit_fraction for c in compare([run]).comparisons}
+        assert set(limits_of) == set(run.header["plan"]["tests"])
+        assert all(fraction is not None and fraction > 0 for fraction in limits_of.values())
+    report = (out / f"{stem}.md").read_text(encoding="utf-8")
+    assert "| ours | prewarm-madv |" in report
+    assert "not run" not in report
+
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    again = _reproduce(both_wheels, monkeypatch, *args)
+    assert {path: path.read_bytes() for path in out.iterdir()} == before
     assert again["ratios"] == found["ratios"]
 
 
 def test_context_grows_in_fresh_processes_and_in_one_session(
     flash_small: Path, both_wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args: list[str | Path] = [
-        "context",
-        "--model",
-        flash_small,
-        "--lengths",
-        "64,128,256",
-        "--repeats",
-        "2",
-        "--out",
-        tmp_path / "out",
-    ]
+    out = tmp_path / "out"
+    args = ["context", "--model", flash_small, "--lengths", "64,128,256", "-n", "8", "--repeats", "2", "--out", out]
     found = _reproduce(both_wheels, monkeypatch, *args)
     assert [(x["length"], len(x["decode"]["values"])) for x in found["fresh"]] == [(64, 2), (128, 2), (256, 2)]
-    assert [x["length"] for x in found["session"]] == [64, 128, 192, 256]
-    assert [x["decode"] is not None for x in found["session"]] == [False, False, False, True]
-    assert found["memory"]["min_available_bytes"] > 0
+    # 8 tokens decoded at 64 and at 128 are part of what comes after
+    assert [(x["length"], x["added"]) for x in found["session"]] == [(64, 64), (128, 56), (256, 120)]
+    assert [len(x["decode"]["values"]) for x in found["session"]] == [2, 2, 2]
+    watched = [once["memory"] for x in (*found["fresh"], *found["session"]) for once in x["runs"]]
+    assert len(watched) == 12
+    assert all(memory["min_available_bytes"] > 0 for memory in watched)
+    assert (out / "reproduce-context-small.md").read_text(encoding="utf-8").count("| session | hint |") == 6
+
+    runs = results.read(map(Path, found["files"]))
     # past the end of its list the model goes on from the beginning, with the experts that belong to each token
-    assert [run.checks[0]["experts_match"] for run in results.read(map(Path, found["files"]))] == [True] * 4
+    assert [run.checks[0]["experts_match"] for run in runs] == [True] * 4
+    session = runs[-1]
+    tests = ["pp64", "tg8", "pp56 @ d72", "tg8 @ d72", "pp120 @ d136", "tg8 @ d136"]
+    assert session.header["plan"]["tests"] == tests
+    assert [row["test"] for row in session.samples] == tests * 2
+    # the same tokens at the same places: the session's first interval is the fresh process
+    logits = {(run.path.name, row["test"]): row["logits_sha256"] for run in (runs[0], session) for row in run.samples}
+    fresh, grown = (path.name for path in (runs[0].path, session.path))
+    assert logits[fresh, "tg8"] == logits[grown, "tg8"]
 
 
-def test_overlap_runs_on_off_off_on(
+def test_overlap_runs_on_off_off_on_with_a_batch_it_finds(
     flash_small: Path, both_wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = _reproduce(
-        both_wheels, monkeypatch, "overlap", "--model", flash_small, "-p", "64", "--out", tmp_path / "out"
-    )
+    out = tmp_path / "out"
+    args = ["overlap", "--model", flash_small, "--batch", "auto", "--out", out]
+    found = _reproduce(both_wheels, monkeypatch, *args)
     assert found["order"] == "on, off, off, on"
     assert (found["outputs_equal"], found["text_equal"]) == (True, True)
     assert [len(t["prompt_ts"]) for t in found["ours"]] == [2, 2]
+    layers = len(read_model(flash_small).layers)
+    assert [len(t["layers"]) for t in found["ours"]] == [layers, layers]
+    tried = found["balance"]["tried"]
+    assert found["batch"] in [t["batch"] for t in tried]
+    assert all(t["compute_s"] > 0 and t["read_bytes"] > 0 for t in tried)
+    (run,) = results.read(map(Path, found["files"]))
+    assert run.header["plan"]["n_ubatch"] == run.header["plan"]["n_prompt"] == found["batch"]
+
+    # what was found is kept: another call neither searches nor measures
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    assert _reproduce(both_wheels, monkeypatch, *args)["balance"] == found["balance"]
+    assert {path: path.read_bytes() for path in out.iterdir()} == before

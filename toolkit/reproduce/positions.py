@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.bench import limits
-from toolkit.bench.check import require_done
+from toolkit.bench.check import require_done, trace_experts
 from toolkit.bench.launch import job_of, launch
-from toolkit.bench.plan import Tokens
+from toolkit.bench.plan import Arm, Conditions, Tokens
 from toolkit.model.synth import prescription
 from toolkit.reproduce.setup import Setup
 
@@ -26,18 +27,21 @@ class Positions:
     source: str
     experts: NDArray[np.int32] | None = None
 
-    def take(self, first: int, n_prompt: int, n_gen: int) -> Tokens:
+    def take(self, first: int, n_prompt: int, n_gen: int, *further: tuple[int, int]) -> Tokens:
         """n_prompt + n_gen tokens from `first` on; past the end they go on from the beginning.
 
-        Prescribed experts depend on the token alone, so they hold wherever it stands.
+        Each pair of `further` adds a prompt and a decode of these lengths. Prescribed experts depend on the token
+        alone, so they hold wherever it stands.
         """
-        at = (first + np.arange(n_prompt + n_gen)) % len(self.tokens)
-        chosen = [self.tokens[i] for i in at]
+        at = (first + np.arange(n_prompt + n_gen + sum(map(sum, further)))) % len(self.tokens)
+        chosen = iter([self.tokens[i] for i in at])
+        prompt, gen, *rest = (tuple(itertools.islice(chosen, n)) for n in itertools.chain((n_prompt, n_gen), *further))
         return Tokens(
-            prompt=tuple(chosen[:n_prompt]),
-            gen=tuple(chosen[n_prompt:]),
+            prompt=prompt,
+            gen=gen,
             source=f"{self.source}, from position {first}" if first else self.source,
             experts=None if self.experts is None else self.experts[at],
+            further=tuple(zip(rest[::2], rest[1::2], strict=True)),
         )
 
 
@@ -59,3 +63,13 @@ def of_text(setup: Setup, name: str) -> Positions:
         outcome = launch(setup.arms[0], {**job, "text": text}, unlimited)
     require_done(setup.arms[0], outcome)
     return Positions(tokens=outcome.tokens, source=f"text {name}")
+
+
+def selected(setup: Setup, arm: Arm, tokens: Tokens, conditions: Conditions) -> NDArray[np.int32]:
+    """Experts [token, layer, k] that a run without a budget takes, -1 where none was computed."""
+    job = job_of(setup.layout, conditions, len(tokens.all)) | {"n_prompt": len(tokens.prompt)}
+    layers = setup.layout.layers
+    with limits.memory_budget(None) as unlimited:
+        return trace_experts(
+            arm, tokens, job, unlimited, [layer.block for layer in layers], max(layer.top_k for layer in layers)
+        )

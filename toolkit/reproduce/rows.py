@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from toolkit import stats
 from toolkit.console import GIB
 from toolkit.evidence.compare import compare
 from toolkit.reproduce.published import Published
-from toolkit.results import RunData
+from toolkit.results import Row, RunData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,7 @@ class Process:
     prompt_ts: float | None
     gen_ts: float | None
     mib_per_token: float | None  # of the decoded ones, of the prompt when nothing was decoded
+    io_share: float | None  # of the time of both tests, in which some task of the machine waited for the disk
     hints: dict[str, int]  # payload counters over both tests; empty for stock
 
 
@@ -43,10 +44,42 @@ def processes(run: RunData, arm: str) -> list[Process]:
                 prompt_ts=prompt["avg_ts"] if prompt else None,
                 gen_ts=gen["avg_ts"] if gen else None,
                 mib_per_token=last["mib_per_token"] if last else None,
+                io_share=io_share(rows),
                 hints={key: sum(c.get(key, 0) for c in counters) for key in {key for c in counters for key in c}},
             )
         )
     return found
+
+
+def io_share(rows: Sequence[Row]) -> float | None:
+    """Part of the time of these rows in which some task waited for the disk (the kernel's pressure counter)."""
+    waited = [ms for row in rows if (ms := (row.get("token_counters") or {}).get("psi_io_ms")) is not None]
+    if not rows or len(waited) < len(rows):
+        return None
+    return sum(map(sum, waited)) / (sum(row["avg_ns"] for row in rows) / 1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The machine while rows were measured; None where it does not tell."""
+
+    min_available_bytes: float | None
+    swap_delta_bytes: float | None
+    max_temperature_c: float | None
+
+
+def memory(rows: Sequence[Row]) -> Memory:
+    """Of all these rows together."""
+    seen = [row["observed"] for row in rows if row.get("observed")]
+
+    def extreme(pick: Callable[..., float], series: str, which: str) -> float | None:
+        return pick((x[series][which] for x in seen if x.get(series)), default=None)
+
+    return Memory(
+        min_available_bytes=extreme(min, "available_bytes", "min"),
+        swap_delta_bytes=max((x["swap_delta_bytes"] for x in seen if x["swap_delta_bytes"] is not None), default=None),
+        max_temperature_c=extreme(max, "temperature_c", "max"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +131,18 @@ def outputs_equal(runs: Sequence[RunData], arm: str, over: str) -> bool | None:
 
 
 def failures(runs: Sequence[RunData]) -> list[str]:
-    """Failed rows, with their reasons."""
-    return [
-        f"{run.path.name}: {row['arm']} {row['test']} failed: {(row.get('reason') or '').splitlines()[0]}"
-        for run in runs
-        for row in run.samples
-        if row["status"] == "failed"
-    ]
+    """Failed processes by file, arm and reason."""
+    found: dict[tuple[str, str, str], set[int]] = {}
+    for run in runs:
+        for row in (r for r in run.samples if r["status"] == "failed"):
+            reason = (row.get("reason") or "no reason given").splitlines()[0]
+            found.setdefault((run.path.name, row["arm"], reason), set()).add(row["position"])
+    return [f"{file}: {arm}, {count(len(at), 'run')}: {reason}" for (file, arm, reason), at in found.items()]
+
+
+def count(n: int, what: str) -> str:
+    """`1 run`, `3 runs`."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +183,7 @@ def our_conditions(run: RunData) -> dict[str, str]:
         "memory": memory,
         "system": f"{machine['os']}, kernel {machine['kernel']}",
         "tokens": f"forced, the same in every arm: {plan['tokens_source']}",
-        "repeats": str(plan["blocks"]),
+        "repeats": str(plan.get("blocks") or 1 + max((row["block"] for row in run.samples), default=-1)),
         "before a run": "model evicted from the page cache, measured" if plan["cold"] else "page cache left as it was",
         "order": "arms in turn, forwards and backwards",
         "read-ahead": f"{machine['read_ahead_kb']} KiB",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from toolkit.bench.plan import STOCK, Arm, Conditions, Tokens
 from toolkit.bench.run import run
 from toolkit.bench.select import arms_by_name
 from toolkit.console import GIB, byte_progress, note
+from toolkit.doctor.predict import PROCESS_BYTES
 from toolkit.errors import BenchError, MachineError
 from toolkit.model.arch import deepseek4
 from toolkit.model.layout import Access, ModelLayout, read_model
@@ -25,6 +27,7 @@ from toolkit.model.vocab import fetched_vocabulary
 from toolkit.patch.series import load_series
 from toolkit.patch.upstream import load_pin
 from toolkit.process import run as run_process
+from toolkit.reproduce.published import load
 
 OVERSUBSCRIPTION = 2.2  # of the published experiment: 139.91 GiB on 64 GB
 SCALE = 64  # of the model that is made when none is given
@@ -61,9 +64,10 @@ class Options:
     threads: int | None
     budget: str | None  # None: model size over `oversubscribe`
     oversubscribe: float
-    out: Path | None  # folder of the results files
+    out: Path | None  # folder of the results files and of the report; None: results/<machine>, no report
     origin: Origin
     dry_run: bool
+    command: str | None = None  # for the record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,19 @@ class Setup:
     conditions: Conditions
     facts: machine.MachineFacts
     out: Path
+    stem: str  # what the names of all its files start with
+    wants_report: bool
     origin: Origin
+    command: str | None = None
+
+    @property
+    def report(self) -> Path | None:
+        """Where the report goes; None when none was asked for."""
+        return self.file(".md") if self.wants_report else None
+
+    def file(self, ending: str) -> Path:
+        """A file of this experiment; one folder can hold those of several."""
+        return self.out / f"{self.stem}{ending}"
 
     @property
     def arm_names(self) -> list[str]:
@@ -88,6 +104,8 @@ def prepare(options: Options, name: str, wanted: Sequence[str], needed: Sequence
     The arms are `wanted` without the modes that the wheel lacks, unless the caller asked for others; those in
     `needed` must be there. Raises BenchError or MachineError when the experiment cannot run here.
     """
+    if options.model is not None:
+        require_file(options.model, load(name).figures.get("model"))
     names = list(options.arms or wanted)
     require_modes(names if options.arms else needed, plan.MODES, "this version of the toolkit")
     path = options.model or make_model(options.scale, write=not options.dry_run)
@@ -114,21 +132,39 @@ def prepare(options: Options, name: str, wanted: Sequence[str], needed: Sequence
         if lacking := [arm.name for arm in arms if arm.mode is not None and arm.mode not in known]:
             note(f"left out, the wheel {patched.label} has no such mode: {', '.join(lacking)}")
         arms = [arm for arm in arms if arm.mode is None or arm.mode in known]
-    out = options.out or Path("results") / facts.name / f"reproduce-{name}-{Path(layout.shards[0].path.name).stem}"
-    return Setup(layout=layout, arms=tuple(arms), conditions=conditions, facts=facts, out=out, origin=options.origin)
+    return Setup(
+        layout=layout,
+        arms=tuple(arms),
+        conditions=conditions,
+        facts=facts,
+        out=options.out or Path("results") / facts.name,
+        stem=f"reproduce-{name}-{Path(layout.shards[0].path.name).stem}",
+        wants_report=options.out is not None,
+        origin=options.origin,
+        command=options.command,
+    )
 
 
-def measure(setup: Setup, tokens: Tokens, file: str, **changes: Any) -> results.RunData:
-    """Run all arms along these tokens into `file` of the experiment's folder, continuing what is there.
+def measure(setup: Setup, tokens: Tokens, part: str, **changes: Any) -> results.RunData:
+    """Run all arms along these tokens into a results file of the experiment, continuing what is there.
 
     `changes` replace conditions of this one file.
     """
     conditions = replace(setup.conditions, **changes)
     pin, series = load_pin(), load_series(config.patches_dir())
-    header = head.make(setup.layout, setup.arms, tokens, conditions, setup.facts, pin=pin.commit, series=series.digest)
+    header = head.make(
+        setup.layout,
+        setup.arms,
+        tokens,
+        conditions,
+        setup.facts,
+        pin=pin.commit,
+        series=series.digest,
+        command=setup.command,
+    )
     header["plan"]["n_ctx"] = launch.job_of(setup.layout, conditions, len(tokens.all))["n_ctx"]
     header["model"] |= {key: value for key, value in asdict(setup.origin).items() if value is not None}
-    path = setup.out / file
+    path = setup.file(f"-{part}.jsonl")
     note(f"{path}: {', '.join(header['plan']['tests'])}")
     run(setup.layout, setup.arms, tokens, conditions, path, header)
     return results.read([path])[0]
@@ -162,31 +198,65 @@ def budget_of(layout: ModelLayout, budget: str | None, oversubscribe: float) -> 
     return int(sum(shard.path.stat().st_size for shard in layout.shards) / oversubscribe)
 
 
+def require_file(path: Path, published: Mapping[str, Any] | None) -> None:
+    """MachineError unless there is a file; for the published one with its source and the room that it needs."""
+    if path.exists():
+        return
+    if published is None:
+        raise MachineError("there is no such model file", where=path, hint="leave --model out for the scaled model")
+    folder = next(parent for parent in path.resolve().parents if parent.exists())
+    size, free = published["size"], shutil.disk_usage(folder).free
+    room = f"{free / GIB:.2f} GiB are free in {shown(str(folder))}"
+    if free < size:
+        room += f", {(size - free) / GIB:.2f} GiB too few"
+    raise MachineError(
+        f"there is no such model file; the published one has {size / GIB:.2f} GiB, {room}",
+        where=path,
+        hint=f"fetch {published['source']} at {published['revision']}, or leave --model out for the scaled model",
+    )
+
+
 def preflight(layout: ModelLayout, conditions: Conditions, facts: machine.MachineFacts) -> None:
-    """Say what the machine will do to the experiment; MachineError or BenchError when it cannot run at all."""
+    """Say what the machine will do to the experiment; MachineError with all that is missing when it cannot run."""
     where = layout.shards[0].path
+    size = sum(shard.path.stat().st_size for shard in layout.shards)
     budget, available = conditions.budget_bytes or 0, limits.available_memory()
-    always = layout.nbytes(Access.ALWAYS_USED) or 0
-    if always > budget:
-        raise BenchError(
-            f"a budget of {budget / GIB:.2f} GiB does not hold the always used weights, {always / GIB:.2f} GiB",
-            where=where,
-            hint=f"use --budget {-(-always * 3 // 2 >> 20)}MiB or more",
-        )
-    if budget > available.bytes:
-        raise MachineError(
-            f"the budget is {budget / GIB:.2f} GiB, {available.bytes / GIB:.2f} GiB are available ({available.source})",
-            where=where,
-            hint="stop other programs, or lower --budget",
-        )
+    if missing := lacking(size, layout.nbytes(Access.ALWAYS_USED) or 0, budget, available):
+        raise MachineError("\n".join(["this cannot run here:", *missing[:-1]]), where=where, hint=missing[-1])
     for text in machine.warnings(facts):
         note(f"warning: {text}")
-    size = sum(shard.path.stat().st_size for shard in layout.shards)
     storage = facts.storage
     note(
         f"{shown(where.name)}: {size / GIB:.2f} GiB on {storage.filesystem}, read-ahead {storage.read_ahead_kb} KiB; "
         f"budget {budget / GIB:.2f} GiB ({size / budget:.1f}x), {available.bytes / GIB:.1f} GiB available"
     )
+
+
+def lacking(size: int, always: int, budget: int, available: limits.Available) -> list[str]:
+    """What keeps a model of `size` bytes from running in `budget`, and at last what to do; empty when nothing does.
+
+    `always`: bytes that every token reads. Beside them a run needs memory for the process and its context.
+    """
+    found = []
+    least = -(-(always + max(always // 2, PROCESS_BYTES)) >> 20) << 20
+    if budget > available.bytes:
+        found.append(
+            f"- memory: the budget is {budget / GIB:.2f} GiB, {available.bytes / GIB:.2f} GiB are available "
+            f"({available.source}): {(budget - available.bytes) / GIB:.2f} GiB are missing"
+        )
+    if always + PROCESS_BYTES > budget:
+        found.append(
+            f"- budget: {budget / GIB:.2f} GiB do not hold the always used weights, {always / GIB:.2f} GiB, "
+            f"and a process: {(least - budget) / GIB:.2f} GiB are missing for these and a context"
+        )
+    if not found:
+        return []
+    if least > available.bytes:
+        return [*found, f"a machine with {least / GIB:.1f} GiB of memory or more, or --scale for a smaller model"]
+    fits = least if always + PROCESS_BYTES > budget else available.bytes * 9 // 10 >> 20 << 20
+    if size < fits:
+        return [*found, f"--budget {fits >> 20}MiB and a larger model: this one fits in there"]
+    return [*found, f"--budget {fits >> 20}MiB, where the model is {size / fits:.1f} times as large; or more memory"]
 
 
 def wheel_modes(arm: Arm) -> list[str]:
