@@ -378,7 +378,7 @@ def test_all_that_vulkan_lacks_is_in_one_report(bin_dir: Path, tmp_path: Path, m
     with pytest.raises(MachineError, match="newer Vulkan headers") as e:
         preflight(get_backend("vulkan"), tmp_path, environ)
     assert "the Vulkan SDK 1.3.272 or newer, with VULKAN_SDK set" in (e.value.hint or "")
-    assert "libvulkan-dev" not in (e.value.hint or "")
+    assert "libvulkan-dev" not in (e.value.hint or "").partition("install the Vulkan SDK")[0]  # that is the old one
     header = sdk / "include/vulkan/vulkan_core.h"
     header.write_text("typedef struct VkLayerSettingEXT {\n", encoding="utf-8")
     assert preflight(get_backend("vulkan"), tmp_path, environ).install == ("cmake", "ninja")

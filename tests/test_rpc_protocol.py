@@ -12,13 +12,18 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from wheel_builder import manifest
+from gguf_builder import moe
+from wheel_builder import manifest, raw_wheel
 
 from toolkit.bench.wire import wire_bytes
-from toolkit.build import rpc
-from toolkit.build.rpc import DEFAULT_PORT, Device, Endpoint, ask, check_servers, protocol_of
+from toolkit.build import rpc, wheelfile
+from toolkit.build.rpc import DEFAULT_PORT, Device, Endpoint, Server, ask, check_servers, protocol_of, require_room
+from toolkit.build.wheelfile import BuildRecord
 from toolkit.cli import cli
+from toolkit.config import patches_dir
 from toolkit.errors import BuildError, MachineError
+from toolkit.patch.series import load_series
+from toolkit.patch.upstream import load_pin
 
 HELLO_7_0_0 = bytes([7, 0, 0, 0]) + bytes(24)
 
@@ -130,6 +135,41 @@ def test_a_wheel_without_rpc_is_refused_by_name() -> None:
     assert e.value.hint == "moe-madv build --backend rpc --arm both"
     with pytest.raises(BuildError, match="no wheel with RPC"):
         rpc.rpc_wheel(Path("/nonexistent"), "a" * 40)
+
+
+def test_servers_with_too_little_memory_for_the_weights_are_refused_with_what_each_has() -> None:
+    def server(host: str, *free: int) -> Server:
+        devices = tuple(Device(free=n << 20, total=n << 21) for n in free)
+        return Server(endpoint=Endpoint(host=host, port=1), protocol="7.0.0", devices=devices)
+
+    pair = [server("a", 1000), server("b", 300, 200)]
+    require_room(pair, 1500 << 20)
+    with pytest.raises(MachineError, match=r"take 1501 MiB, the servers have 1500 MiB free \(a:1 1000, b:1 500\)"):
+        require_room(pair, (1500 << 20) + (1 << 20))
+
+
+def test_servers_of_two_versions_stop_a_run_before_anything_is_installed_or_loaded(home: Path, tmp_path: Path) -> None:
+    """Both versions and the server are named; the other server and the wheels are as they were."""
+    pin, digest = load_pin(), load_series(patches_dir()).digest
+    record = BuildRecord(seconds=1.0, objects=None, ccache_hits=None, host_flags=())
+    for label, series in (("base.rpc", None), ("moe1.rpc", digest)):
+        folder = home / "wheels" / label
+        folder.mkdir(parents=True)
+        about = manifest(label=label, backend="rpc", pin=pin.commit, series=series, rpc_protocol="7.0.0")
+        wheelfile.store(raw_wheel(folder), about, record)
+    model, out = tmp_path / "small.gguf", tmp_path / "run.jsonl"
+    moe().write(model)
+    good = {14: HELLO_7_0_0, 15: struct.pack("<I", 1), 11: struct.pack("<QQ", 1 << 40, 1 << 40)}
+    with fake(good) as (same, _), fake({14: bytes([7, 1, 0, 0]) + bytes(24)}) as (newer, asked):
+        words = ["--arms", "stock,hint", "--rpc", f"{same},{newer}", "-p", "2", "-n", "2", "--out", str(out)]
+        done = CliRunner().invoke(cli, ["bench", "run", str(model), *words])
+    assert isinstance(done.exception, MachineError), done.output
+    assert done.exception.what == "the server speaks RPC protocol 7.1.0, this wheel 7.0.0"
+    assert done.exception.where == str(newer)
+    assert "moe-madv build --backend rpc --arm both" in (done.exception.hint or "")
+    assert asked == [(14, bytes(24))]  # greeted, and asked for nothing
+    assert not (home / "arms").exists()
+    assert not out.exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux")

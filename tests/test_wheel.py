@@ -163,6 +163,14 @@ def test_a_build_is_logged_whole_and_reported(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr() == ("", "x: [1/2]\nx: [2/2]\n")
 
 
+def test_progress_of_a_build_inside_the_build_is_not_the_builds_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "print('[1/4] a'); print('[1/2] shaders'); print('[2/2] shaders'); print('[2/4] b'); print('[4/4] c')"
+    compiling.compile_with_progress(script(text), env={}, log=tmp_path / "x.log", label="x")
+    assert capsys.readouterr().err == "x: [1/4]\nx: [2/4]\nx: [4/4]\n"
+
+
 def test_a_failed_build_shows_its_end_and_its_log(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     with pytest.raises(CommandError, match="exit code 3:\nfatal: no such header") as e:

@@ -1,4 +1,4 @@
-"""HIP and Metal are built by clang, and Metal for another system: what the series touches compiles there too."""
+"""HIP and Metal are built by clang, and for other systems: what the series touches compiles there too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.process import run
 
 pytestmark = pytest.mark.build
 
-HERE, MAC = "this system", "aarch64-macos"
+HERE, MAC, WINDOWS = "this system", "aarch64-macos", "x86_64-windows-gnu"
 WARNINGS = ("-Wall", "-Wextra", "-Wpedantic", "-Wmissing-declarations", "-Werror")
 
 
@@ -46,7 +46,7 @@ def clang(target: str, language: str) -> list[str]:
             pytest.skip("no clang: apt-get install clang")
         return [found]
     if importlib.util.find_spec("ziglang") is None:
-        pytest.skip("no compiler for macOS: pip install ziglang")
+        pytest.skip(f"no compiler for {target}: pip install ziglang")
     return [sys.executable, "-m", "ziglang", {"c": "cc", "c++": "c++"}[language], "-target", target]
 
 
@@ -62,7 +62,7 @@ def compile_object(tree: Path, source: Path, target: str, folder: Path, options:
     return out.read_bytes()
 
 
-@pytest.mark.parametrize("target", [HERE, MAC])
+@pytest.mark.parametrize("target", [HERE, MAC, WINDOWS])
 def test_hook_sites_and_payload_compile_with_clang(target: str, series: Series, tree: Path, tmp_path: Path) -> None:
     hooked = {hook.file for hook in series.hooks if hook.file.endswith((".c", ".cpp"))}
     assert hooked >= {"src/llama-mmap.cpp", "src/llama-model-loader.cpp", "ggml/src/ggml-cpu/ggml-cpu.c"}

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from toolkit.bench.limits import Budget
 from toolkit.bench.plan import Arm, Conditions
-from toolkit.errors import BenchError
+from toolkit.build.backends import Backend, backend_of_label, build_command, get_backend
+from toolkit.build.rpc import Endpoint, ask
+from toolkit.errors import BenchError, MachineError
 from toolkit.model.layout import ModelLayout
 
 _WORKER = Path(__file__).with_name("worker.py")
 # Settings of these families change what an arm does, so an arm gets only its own.
 _FOREIGN = ("PYTHON", "MOE_MADV_", "LLAMA_", "GGML_", "OMP_", "GOMP_", "KMP_", "CUDA_")
+# When llama.cpp aborts it would start a debugger on itself, wait for it, and push its reason out of the log's tail.
+_OWN = {"GGML_NO_BACKTRACE": "1"}
+_LOST = "Remote RPC server crashed"  # how llama.cpp aborts when a server is gone, ggml-rpc.cpp
 _LOG_TAIL = 2000
 
 
@@ -49,6 +56,7 @@ def job_of(layout: ModelLayout, conditions: Conditions, n_tokens: int) -> dict[s
         "n_ubatch": conditions.n_ubatch,
         "n_threads": conditions.n_threads,
         "n_gpu_layers": conditions.n_gpu_layers,
+        "lazy_mode": conditions.lazy_mode,
         "timeline": conditions.timeline,
     }
 
@@ -59,58 +67,102 @@ def launch(arm: Arm, job: dict[str, Any], budget: Budget, on_test: Callable[[str
     Raises BenchError when the arm is not what it claims to be (other mode or payload, weights not mapped) or runs
     under another limit than asked for: a row of such a run would be filed under the wrong name.
     """
-    env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | arm.env
-    job = {**job, "rpc": list(arm.rpc)}
-    loaded: dict[str, Any] | None = None
-    tests: list[dict[str, Any]] = []
-    tokens: tuple[int, ...] = ()
-    effective: int | None = None
-    reason: str | None = None
-    done = False
+    with Process(arm, job, budget) as process:
+        return process.outcome(on_test)
 
-    with tempfile.TemporaryDirectory(prefix="moe-madv-") as folder:
-        job_file, log_file = Path(folder) / "job.json", Path(folder) / "log"
-        job_file.write_text(json.dumps(job), encoding="utf-8")
-        argv = budget.command([arm.python, "-I", _WORKER, job_file])
-        with log_file.open("wb") as log:
-            # a neutral folder: a llama_cpp directory where the user stands must not be imported
-            process = subprocess.Popen(argv, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=log)
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                try:
-                    row = json.loads(line)
-                    event = row.pop("event")
-                except (ValueError, KeyError, AttributeError):
-                    reason = f"said what is no row: {line[:200]!r}"
-                    break
-                if event == "loaded":
-                    loaded = row
-                    effective = budget.effective(process.pid) if budget.method != "none" else None
-                    _require_arm(arm, job, row)
-                    _require_budget(arm, budget, effective)
-                elif event == "test":
-                    tests.append(row)
-                    on_test(row["test"])
-                elif event == "tokens":
-                    tokens = tuple(row["tokens"])
-                elif event == "error":
-                    reason = row["reason"] + (f"\n{row['log'].strip()}" if row["log"].strip() else "")
-                elif event == "done":
-                    done = True
-        finally:
-            process.kill()
-            code = process.wait()
-            process.stdout.close()
-        if not done and reason is None:
-            reason = _reason(code, budget, log_file)
-    return Outcome(
-        loaded=loaded,
-        tests=tuple(tests),
-        tokens=tokens,
-        effective_budget=effective,
-        reason=None if done else reason,
-    )
+
+class Process:
+    """A worker with a job; leaving the context ends it."""
+
+    def __init__(self, arm: Arm, job: dict[str, Any], budget: Budget) -> None:
+        self._arm = arm
+        self._job = {**job, "rpc": list(arm.rpc)}
+        self._budget = budget
+        self._loaded: dict[str, Any] | None = None
+        self._effective: int | None = None
+
+    def __enter__(self) -> Process:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | _OWN | self._arm.env
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-madv-")))
+            self._log_file, job_file = folder / "log", folder / "job.json"
+            job_file.write_text(json.dumps(self._job), encoding="utf-8")
+            argv = self._budget.command([self._arm.python, "-I", _WORKER, job_file])
+            with self._log_file.open("wb") as log:
+                # a neutral folder: a llama_cpp directory where the user stands must not be imported
+                self._process = subprocess.Popen(
+                    argv, cwd=folder, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+                )
+            self._folder = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        self._folder.close()
+
+    def ask(self, step: dict[str, Any]) -> None:
+        """Have a job with steps do one more; `outcome` then has its rows, or why it could not."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(step).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def outcome(self, on_test: Callable[[str], None] = lambda _: None) -> Outcome:
+        """What the worker says until a step or all is done; raises as `launch` does."""
+        tests: list[dict[str, Any]] = []
+        tokens: tuple[int, ...] = ()
+        reason: str | None = None
+        done = False
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                row = json.loads(line)
+                event = row.pop("event")
+            except (ValueError, KeyError, AttributeError):
+                reason = f"said what is no row: {line[:200]!r}"
+                break
+            if event == "loaded":
+                self._require(row)
+            elif event == "test":
+                tests.append(row)
+                on_test(row["test"])
+            elif event == "tokens":
+                tokens = tuple(row["tokens"])
+            elif event == "error":
+                reason = row["reason"] + (f"\n{row['log'].strip()}" if row["log"].strip() else "")
+            elif event == "step":
+                self._loaded = {**(self._loaded or {}), "mode": row["mode"]}
+                done = True
+                break
+            elif event == "done":
+                done = True
+        if not done:
+            code = self._end()
+            reason = reason or _reason(self._arm, code, self._budget, self._log_file)
+        return Outcome(
+            loaded=self._loaded,
+            tests=tuple(tests),
+            tokens=tokens,
+            effective_budget=self._effective,
+            reason=None if done else reason,
+        )
+
+    def _require(self, loaded: dict[str, Any]) -> None:
+        self._loaded = loaded
+        self._effective = self._budget.effective(self._process.pid) if self._budget.method != "none" else None
+        _require_arm(self._arm, self._job, loaded)
+        _require_budget(self._arm, self._budget, self._effective)
+
+    def _end(self) -> int:
+        self._process.kill()
+        code = self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        return code
 
 
 def _require_arm(arm: Arm, job: dict[str, Any], loaded: dict[str, Any]) -> None:
@@ -119,7 +171,7 @@ def _require_arm(arm: Arm, job: dict[str, Any], loaded: dict[str, Any]) -> None:
             raise BenchError(
                 f"arm {arm.name} runs with {what} {loaded[what]}, not {wanted}",
                 where=loaded["libraries"],
-                hint="build its wheel again: moe-madv build --backend cpu --arm both",
+                hint=f"build its wheel again: {_build_command(arm)} --force",
             )
     # a server's buffer is named RPC0[HOST:PORT]
     remote = [name for name in loaded["buffers"] if any(name.endswith(f"[{endpoint}]") for endpoint in arm.rpc)]
@@ -142,8 +194,23 @@ def _require_arm(arm: Arm, job: dict[str, Any], loaded: dict[str, Any]) -> None:
         raise BenchError(
             f"arm {arm.name} put no layer on a GPU",
             where=loaded["libraries"],
-            hint="use a wheel of a GPU backend on a machine that has one: moe-madv build --backend cuda --arm both",
+            hint=_without_gpu(arm),
         )
+
+
+def _backend(arm: Arm) -> Backend:
+    return backend_of_label(arm.label) or get_backend("cpu")
+
+
+def _build_command(arm: Arm) -> str:
+    return build_command(_backend(arm).name, "patched" if arm.payload else "baseline")
+
+
+def _without_gpu(arm: Arm) -> str:
+    backend = _backend(arm)
+    if not backend.selects:
+        return f"use wheels of a GPU backend on a machine that has one, as --backend cuda: {build_command('cuda')}"
+    return f"see that a driver for {backend.name} answers here, and choose one of its devices: {backend.selects[0]}=0"
 
 
 def _require_budget(arm: Arm, budget: Budget, effective: int | None) -> None:
@@ -159,7 +226,7 @@ def _require_budget(arm: Arm, budget: Budget, effective: int | None) -> None:
         )
 
 
-def _reason(code: int, budget: Budget, log_file: Path) -> str:
+def _reason(arm: Arm, code: int, budget: Budget, log_file: Path) -> str:
     if code < 0:
         name = signal.Signals(-code).name
         if -code == signal.SIGKILL and budget.stat().get("oom_kills"):
@@ -168,4 +235,19 @@ def _reason(code: int, budget: Budget, log_file: Path) -> str:
     else:
         reason = f"ended with exit code {code} before its last row"
     tail = log_file.read_bytes()[-_LOG_TAIL:].decode("utf-8", "replace").strip()
+    if arm.rpc and _LOST in tail:
+        reason = f"{_gone(arm.rpc)} ({reason})"
     return f"{reason}\n{tail}" if tail else reason
+
+
+def _gone(endpoints: Sequence[str]) -> str:
+    """Which servers went away, asked after the fact; one that was restarted in the meantime answers again."""
+    gone = []
+    for endpoint in endpoints:
+        try:
+            ask(Endpoint.parse(endpoint))
+        except MachineError:
+            gone.append(endpoint)
+    if not gone:
+        return f"the connection to one of {', '.join(endpoints)} broke"
+    return f"no RPC server answers any more at {' and '.join(gone)}; what it said last is why"

@@ -178,7 +178,8 @@ class _Builder:
         found = run(
             [folder / "smoke", model, logits],
             cwd=self.work,
-            env={"LD_LIBRARY_PATH": str(folder), "MOE_MADV_MODE": mode},
+            # an abort would start a debugger on itself and wait for it
+            env={"LD_LIBRARY_PATH": str(folder), "MOE_MADV_MODE": mode, "GGML_NO_BACKTRACE": "1"},
         )
         data = logits.read_bytes()
         if not data:

@@ -49,6 +49,7 @@ class Backend:
     libraries: tuple[str, ...]  # cmake targets whose library is in the wheel, no more and no fewer
     registers: tuple[str, ...]  # names in ggml's backend registry
     excludes: tuple[str, ...] = ()  # patterns of libraries that come with a driver or an SDK: never in the wheel
+    selects: tuple[str, ...] = ()  # environment variables that choose among its devices, the usual one first
     # Libraries only a machine with the device has -> cmake cache entry with the stand-in it was linked with.
     drivers: Mapping[str, str] = field(default_factory=dict)
     architectures: Architectures | None = None
@@ -126,6 +127,7 @@ _ADDED = (
             *("libcuda.so.*", "libcudart.so.*", "libcublas.so.*", "libcublasLt.so.*"),
             *("nvcuda.dll", "cudart64_*.dll", "cublas64_*.dll", "cublasLt64_*.dll"),
         ),
+        selects=("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"),
         drivers={"libcuda.so.1": "CUDA_cuda_driver_LIBRARY"},
         architectures=Architectures(
             define="CMAKE_CUDA_ARCHITECTURES",
@@ -149,7 +151,9 @@ _ADDED = (
                 files=("include/vulkan/vulkan_core.h", "Include/vulkan/vulkan_core.h"),
                 contains="VkLayerSettingEXT",
                 apt="libvulkan-dev",
-                elsewhere="the Vulkan SDK 1.3.272 or newer, with VULKAN_SDK set to its folder",
+                # its libvulkan-dev is headers and a link; `dpkg -x libvulkan-dev_….deb FOLDER` unpacks it anywhere
+                elsewhere="the Vulkan SDK 1.3.272 or newer, with VULKAN_SDK set to its folder "
+                "(or libvulkan-dev of Debian 13, unpacked, with VULKAN_SDK=FOLDER/usr)",
                 variable="VULKAN_SDK",
             ),
             Tool(
@@ -168,6 +172,8 @@ _ADDED = (
         libraries=("ggml-vulkan",),
         registers=(),  # registers only where a Vulkan driver answers
         excludes=("libvulkan.so.1", "vulkan-1.dll"),
+        # without the first, devices that compute on the CPU are left out
+        selects=("GGML_VK_VISIBLE_DEVICES", "MESA_VK_DEVICE_SELECT", "VK_DRIVER_FILES", "VK_ICD_FILENAMES"),
     ),
     Backend(
         name="metal",
@@ -200,6 +206,11 @@ _ADDED = (
         libraries=("ggml-hip",),
         registers=("ROCm",),
         excludes=("libamdhip64.so.*", "libhipblas.so.*", "librocblas.so.*"),
+        # the runtime follows CUDA's name too, and HSA_OVERRIDE_GFX_VERSION decides which code a device gets
+        selects=(
+            *("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "CUDA_VISIBLE_DEVICES"),
+            "HSA_OVERRIDE_GFX_VERSION",
+        ),
         architectures=Architectures(
             define="GPU_TARGETS",
             syntax=r"(gfx[0-9a-f]+)(?::\w+[+-])*",
@@ -244,6 +255,11 @@ def get_backend(name: str) -> Backend:
     return joined
 
 
+def build_command(backend: str, arm: str = "both") -> str:
+    """The command that builds the wheel of one arm, baseline or patched, or of both."""
+    return f"moe-madv build --backend {backend} --arm {arm}"
+
+
 def backend_of_label(label: str | None) -> Backend | None:
     """The backend that a local version label such as `moe1.cuda130.rpc.v3` or `cu124` speaks of, None for none."""
     words = [re.sub(r"\d+$", "", word) for word in (label or "").split(".")]
@@ -278,6 +294,7 @@ def _join(base: Backend, part: Backend) -> Backend:
         libraries=base.libraries + part.libraries,
         registers=base.registers + part.registers,
         excludes=base.excludes + part.excludes,
+        selects=base.selects + part.selects,
         drivers={**base.drivers, **part.drivers},
         architectures=base.architectures or part.architectures,
     )

@@ -54,6 +54,7 @@ def compile_with_progress(argv: Sequence[str], *, env: Mapping[str, str], log: P
         f.write(f"+ {shlex.join(argv)}\n")
         assert process.stdout is not None
         configured = False
+        largest = 0
         for line in process.stdout:
             f.write(line)
             lines.append(line)
@@ -65,7 +66,9 @@ def compile_with_progress(argv: Sequence[str], *, env: Mapping[str, str], log: P
                         hint="correct or remove the option (see CMAKE_ARGS in the environment)",
                     )
                 configured = True
-                advance(*step)
+                largest = max(largest, step[1])
+                if step[1] * 2 > largest:  # else of a build inside the build, such as that of Vulkan's shaders
+                    advance(*step)
         code = process.wait()
     if code != 0:
         tail = "".join(lines[-_TAIL_LINES:]).rstrip()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.build import wheelfile
+from toolkit.build.backends import build_command
 from toolkit.build.wheelfile import Manifest, Wheel
+from toolkit.console import MIB
 from toolkit.errors import BuildError, MachineError
 
 DEFAULT_PORT = 50052  # of llama.cpp's own server
@@ -18,7 +20,7 @@ DEFAULT_PORT = 50052  # of llama.cpp's own server
 _HELLO, _DEVICE_MEMORY, _DEVICE_COUNT = 14, 11, 15
 _HELLO_BYTES = 24  # capabilities of the connection, all zero for plain TCP
 _MOST_BYTES = 64  # no answer to these questions is longer
-_BUILD = "moe-madv build --backend rpc --arm both"
+_BUILD = build_command("rpc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,21 @@ def ask(endpoint: Endpoint, *, expected: str | None = None, timeout: float = 5.0
         protocol=protocol,
         devices=tuple(Device(free=free, total=total) for free, total in memory),
     )
+
+
+def require_room(servers: Sequence[Server], nbytes: int) -> None:
+    """Raises MachineError when the servers together say that they have less free memory than these weights take.
+
+    The weights are a lower bound: cache and buffers come on top, and llama.cpp shares layers out whole.
+    """
+    free = [sum(device.free for device in server.devices) for server in servers]
+    if sum(free) < nbytes:
+        each = ", ".join(f"{server.endpoint} {n / MIB:.0f}" for server, n in zip(servers, free, strict=True))
+        raise MachineError(
+            f"the weights take {nbytes / MIB:.0f} MiB, the servers have {sum(free) / MIB:.0f} MiB free ({each})",
+            where=", ".join(str(server.endpoint) for server in servers),
+            hint="name more servers, or start them with more memory: moe-madv rpc serve --budget SIZE",
+        )
 
 
 def require_protocol(endpoint: Endpoint, spoken: str, expected: str) -> None:

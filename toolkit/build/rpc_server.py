@@ -1,9 +1,10 @@
 """An RPC server of llama.cpp. Run by path in an arm's environment; imports nothing of the toolkit.
 
-    python -I rpc_server.py HOST PORT THREADS
+    python -I rpc_server.py HOST PORT THREADS BYTES
 
-Offers every GPU of the wheel's backends, or else the CPU, and serves until it is killed. Ends only when it could
-not start, with exit code 1.
+Offers every GPU of the wheel's backends, or else the CPU, and serves until it is killed. Clients share layers out by
+the memory that servers say they have, and the CPU says the machine's: with BYTES above 0 it says these. Ends only
+when it could not start, with exit code 1.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 _DEVICE_CPU, _DEVICE_ACCEL = 0, 3  # enum ggml_backend_dev_type: what is no GPU
 
@@ -37,8 +39,45 @@ def devices(ggml: ctypes.CDLL, base: ctypes.CDLL) -> list[int]:
     return gpus or [device for device in found if kinds[device] == _DEVICE_CPU]
 
 
+class _Device(ctypes.Structure):
+    """The start of struct ggml_backend_device, ggml-backend-impl.h: the same since there are devices."""
+
+    _fields_ = [
+        ("get_name", ctypes.c_void_p),
+        ("get_description", ctypes.c_void_p),
+        ("get_memory", ctypes.c_void_p),
+    ]
+
+
+_SIZE = ctypes.POINTER(ctypes.c_size_t)
+_Memory = ctypes.CFUNCTYPE(None, ctypes.c_void_p, _SIZE, _SIZE)  # (device, free, total)
+_kept: list[Any] = []  # functions that the library calls
+
+
+def announce(device: int, base: ctypes.CDLL, nbytes: int) -> None:
+    """Make a device of this process say that it has `nbytes`, those that the process holds already not free.
+
+    Raises SystemExit when the library does not take it over.
+    """
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    left = max(1, nbytes - used)
+
+    def get_memory(_device: int, free: Any, total: Any) -> None:
+        free[0], total[0] = left, nbytes
+
+    function = _Memory(get_memory)
+    _kept.append(function)
+    ctypes.cast(device, ctypes.POINTER(_Device)).contents.get_memory = ctypes.cast(function, ctypes.c_void_p).value
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    base.ggml_backend_dev_memory.restype = None
+    base.ggml_backend_dev_memory.argtypes = [ctypes.c_void_p, _SIZE, _SIZE]
+    base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+    if (free.value, total.value) != (left, nbytes):
+        raise SystemExit("this llama.cpp keeps a device's functions elsewhere: its server cannot say its budget")
+
+
 def main() -> int:
-    host, port, threads = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    host, port, threads, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     os.dup2(2, 1)  # the library prints its progress to standard output
     # Python would act on an interrupt only after the call below, which does not return.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -48,6 +87,8 @@ def main() -> int:
     folder = Path(spec.origin).parent / "lib"
     ggml, base, rpc = library(folder, "ggml"), library(folder, "ggml-base"), library(folder, "ggml-rpc")
     offered = devices(ggml, base)
+    if nbytes and base.ggml_backend_dev_type(offered[0]) == _DEVICE_CPU:  # then it is the only one
+        announce(offered[0], base, nbytes)
     start = rpc.ggml_backend_rpc_start_server
     start.restype = None
     start.argtypes = [

@@ -16,13 +16,13 @@ from typing import Any
 import click
 
 from toolkit import config
-from toolkit.bench.limits import memory_budget, parse_size
+from toolkit.bench.limits import Budget, memory_budget, parse_size
 from toolkit.build import wheelfile
 from toolkit.build.arms import arm_environment
 from toolkit.build.rpc import DEFAULT_PORT, Endpoint, Server, ask, check_servers, protocol_of, rpc_wheel
 from toolkit.build.wheelfile import Wheel
 from toolkit.console import MIB, note
-from toolkit.errors import CommandError, MachineError
+from toolkit.errors import CommandError, MachineError, ToolkitError
 from toolkit.patch.upstream import load_pin
 from toolkit.process import running
 
@@ -51,7 +51,7 @@ def rpc() -> None:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
 @click.option("--threads", type=click.IntRange(1), help="Default: one per core.")
-@click.option("--budget", metavar="SIZE", help="Memory limit of the server, such as 1.5GiB.")
+@click.option("--budget", metavar="SIZE", help="Memory limit of the server, such as 1.5GiB; clients are told.")
 @_WHEEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when the server is ready.")
 def serve(host: str, port: int, threads: int | None, budget: str | None, wheel: Path | None, as_json: bool) -> None:
@@ -76,22 +76,25 @@ def serve(host: str, port: int, threads: int | None, budget: str | None, wheel: 
         )
     python = arm_environment(chosen, config.home()).python
     script = Path(wheelfile.__file__).with_name("rpc_server.py")
+    nbytes = parse_size(budget) if budget else None
     command = [str(python), "-I", str(script), endpoint.host, str(port), str(threads or os.cpu_count() or 1)]
-    with memory_budget(parse_size(budget) if budget else None) as limit:
+    command.append(str(nbytes or 0))
+    with memory_budget(nbytes) as limit:
         if budget and limit.nbytes is None:
             raise MachineError(
                 "this machine cannot limit the memory of a server",
                 where=f"--budget {budget}",
                 hint="start it without --budget, or as root",
             )
-        with running(limit.command(command), stdout=sys.stderr) as process:
+        env = {"GGML_NO_BACKTRACE": "1", **os.environ}  # an abort would start a debugger and wait for it
+        with running(limit.command(command), env=env, stdout=sys.stderr) as process:
             asked = endpoint if not address.is_unspecified else Endpoint(host="127.0.0.1", port=port)
-            server = _when_ready(process, asked, expected)
+            server = _when_ready(process, asked, expected, limit)
             row = {**_row(server), "endpoint": str(endpoint), "label": chosen.manifest.label, "pid": process.pid}
             click.echo(json.dumps(row) if as_json else f"{endpoint} protocol {server.protocol} {chosen.manifest.label}")
             sys.stdout.flush()
-            code = process.wait()
-    raise CommandError(f"the server ended with exit code {code}", where=" ".join(command))
+            process.wait()
+            raise _ended(process, endpoint, limit)
 
 
 @rpc.command()
@@ -142,15 +145,27 @@ def _require_free(endpoint: Endpoint) -> None:
             ) from e
 
 
-def _when_ready(process: subprocess.Popen[bytes], endpoint: Endpoint, expected: str) -> Server:
+def _ended(process: subprocess.Popen[bytes], endpoint: Endpoint, limit: Budget) -> ToolkitError:
+    """Why a server is gone that nobody has ended."""
+    if limit.nbytes and limit.stat()["oom_kills"]:
+        return MachineError(
+            f"the server was killed by its memory budget of {limit.nbytes / MIB:.0f} MiB: it and what "
+            "clients put there need more",
+            where=endpoint,
+            hint="give it a larger --budget, or name more servers to the client",
+        )
+    return CommandError(f"the server ended with exit code {process.returncode}", where=endpoint)
+
+
+def _when_ready(process: subprocess.Popen[bytes], endpoint: Endpoint, expected: str, limit: Budget) -> Server:
     """The first answer of a server that has just been started."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
             return ask(endpoint, expected=expected)
         except MachineError as e:
-            if (code := process.poll()) is not None:
-                raise CommandError(f"the server did not start (exit code {code})", where=endpoint) from e
+            if process.poll() is not None:
+                raise _ended(process, endpoint, limit) from e
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
