@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from results_rows import GIB, header, rows, write
+from results_rows import GIB, header, rows, sample, write
 
 from toolkit.cli.bench import bench
 from toolkit.errors import MachineError, ResultsError
@@ -19,7 +19,7 @@ from toolkit.evidence.compare import compare
 from toolkit.evidence.html_report import page
 from toolkit.evidence.html_style import CSS
 from toolkit.evidence.setting import command
-from toolkit.results import Row, read
+from toolkit.results import Row, RunData, read
 
 ABBA = [["stock", "hint", "hint", "stock"]] * 3
 SPEEDS = [1.9, 2.9, 3.1, 2.1, 2.2, 3.3, 3.5, 2.2, 2.0, 3.2, 3.2, 2.2]
@@ -286,15 +286,90 @@ def run_cli(*args: object) -> Result:
     return result
 
 
-def test_a_recorded_command_comes_before_the_equivalent_one() -> None:
+def stored(tmp_path: Path, head: Row, *data: Row) -> RunData:
+    path = tmp_path / "r.jsonl"
+    path.unlink(missing_ok=True)
+    (run,) = read([write(path, head, *data)])
+    return run
+
+
+def test_a_recorded_command_comes_before_the_equivalent_one(tmp_path: Path) -> None:
     head = header([["stock", "late"]], cold=False, n_prompt=64, n_gen=48)
     head["arms"]["late"]["env"] = {"MOE_MADV_MODE": "madv"}
-    assert command(head) == (
+    assert command(stored(tmp_path, head)) == (
         "moe-madv bench run demo.gguf --arms stock --arm late WHEEL MOE_MADV_MODE=madv "
-        "--budget 2GiB -p 64 -n 48 -t 2 --blocks 1 --warm"
+        "--budget 2GiB -p 64 -n 48 -t 2 --blocks 1 --warm --out r.jsonl"
     )
-    assert command({**head, "command": "moe-madv bench run x"}) == "moe-madv bench run x"
-    assert command({**head, "source": "llama-bench"}) == ""
+    assert command(stored(tmp_path, {**head, "command": "moe-madv bench run x"})) == "moe-madv bench run x"
+    assert command(stored(tmp_path, {**head, "source": "llama-bench"})) == ""
+
+
+def test_the_command_of_a_long_run_has_the_time_of_its_last_call(tmp_path: Path) -> None:
+    head = header([["stock", "hint"]], n_prompt=64, n_gen=48, n_depth=8, budget_bytes=1214885250, n_gpu_layers=9)
+    del head["plan"]["blocks"]
+    for arm, label in (("stock", "base.cuda130"), ("hint", "moe1.cuda130")):
+        head["arms"][arm]["label"] = label
+    call: dict[str, Any] = {"minutes": 480.0, "pause_s": 30.0}
+    data = [sample(head, 0, 0, "stock", 2.0, **{**call, "minutes": 60.0}), sample(head, 0, 1, "hint", 3.0, **call)]
+    # 1214885250 bytes are no round number of GiB
+    assert command(stored(tmp_path, head, *data)) == (
+        "moe-madv bench longrun demo.gguf --arms stock,hint --budget 1214885250 -p 64 -n 48 -d 8 -t 2 -ngl 9 "
+        "--backend cuda --pause 30 --out r.jsonl --minutes 480"
+    )
+    head["command"] = "moe-madv bench longrun demo.gguf --hours 1 --pause 30 --out r.jsonl"
+    again = "moe-madv bench longrun demo.gguf --pause 30 --out r.jsonl --minutes 480"
+    assert command(stored(tmp_path, head, *data)) == again
+    head["command"] = "moe-madv bench longrun demo.gguf --minutes=60 --pause 30 --out r.jsonl"
+    assert command(stored(tmp_path, head, *data)) == again
+
+
+def test_a_long_run_that_does_not_say_its_time_is_as_long_as_it_took(tmp_path: Path) -> None:
+    head = header([["stock", "hint"]])
+    del head["plan"]["blocks"]
+    data = [sample(head, 0, 0, "stock", 2.0, elapsed_s=30.0), sample(head, 0, 1, "hint", 2.0, elapsed_s=90.0)]
+    assert command(stored(tmp_path, head, *data)).endswith("-t 2 --minutes 1.5 --out r.jsonl")
+
+
+def test_stalls_and_greedy_text_stand_in_the_page(tmp_path: Path) -> None:
+    checks = [
+        {"kind": "check", "run_id": "r1", "arm": arm, "outputs_equal": True, "greedy_equal": equal, "text": "compared"}
+        for arm, equal in (("stock", True), ("hint", False))
+    ]
+    data = usual(token_ms=[10.0] * 48)
+    data[3] = {**data[3], "token_ms": [10.0] * 47 + [900.0]}
+    html = drawn(tmp_path, *checks, *data)
+    pairs = {words(tr[0]): words(tr[1]) for tr in html.iter("tr") if len(tr) == 2}
+    assert pairs["greedy text"] == "hint not as the baseline"
+    assert pairs["check hint"] == "compared"
+    text = words(html)
+    assert "Stalls 1 stall" in text
+    assert "stock tg48 run 3, token 47: 900 ms, median 10 ms: unknown" in text
+
+
+def test_what_the_machine_did_stands_beside_the_arms(tmp_path: Path) -> None:
+    seen = {
+        "readings": 3,
+        "every_s": 0.5,
+        "disk_util_percent": {"min": 10, "mean": 40, "max": 90, "values": [10, 20, 90]},
+        "gpu_util_percent": None,
+        "available_bytes": {"min": GIB, "mean": 2 * GIB, "max": 3 * GIB, "values": [GIB, 2 * GIB, 3 * GIB]},
+        "temperature_c": {"min": 50, "mean": 55, "max": 71, "values": [50, 50, 71]},
+        "swap_delta_bytes": 0,
+    }
+    html = drawn(tmp_path, *usual(observed=seen))
+    head, stock, hint = ([words(cell) for cell in tr] for tr in list(html.iter("tr"))[3:6])
+    assert head == ["test", "arm", "disk %", "least free MiB", "to swap MiB", "hottest °C"]
+    assert stock == ["tg48", "stock", "40", "1024", "0", "71"]
+    assert hint == ["tg48", "hint", "40", "1024", "0", "71"]
+    picture = figure(html, "Disk utilisation")
+    lines = [p for p in picture.iter("path") if "over-time" in p.attrib["class"]]
+    assert len(lines) == 12
+    # three values, half a second apart, on a scale of 0 to 1 s and 0 to 100 %
+    points = [float(n) for n in re.findall(r"-?[\d.]+", lines[0].attrib["d"])]
+    xs, ys = points[0::2], points[1::2]
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.11)
+    assert (ys[0] - ys[1]) / (ys[0] - ys[2]) == pytest.approx(1 / 8, abs=0.01)
+    assert "GPU utilisation" not in titles(html)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,9 @@ say(event="done")
 """
 
 
-def _measure(folder: Path, *, minutes: float, kill_at: int = 0, slow_at: int = 0, depth: int = 0) -> Path:
+def _measure(
+    folder: Path, *, minutes: float, kill_at: int = 0, slow_at: int = 0, depth: int = 0, series: bool = False
+) -> Path:
     """A long run of two arms in the folder; `kill_at` and `slow_at` count its runs from 1."""
     model, out = folder / "model.gguf", folder / "run.jsonl"
     if not model.exists():
@@ -71,7 +73,7 @@ def _measure(folder: Path, *, minutes: float, kill_at: int = 0, slow_at: int = 0
         Arm(name=name, python=python, label="base.cpu", wheel_sha256="00", payload=None, mode=None) for name in "ab"
     ]
     tokens = Tokens(depth=tuple(range(depth)), prompt=(1, 2, 3, 4), gen=(5, 6, 7, 8), source="test")
-    conditions = Conditions(blocks=None, minutes=minutes, n_batch=8, n_ubatch=8, n_threads=1, cold=False)
+    conditions = Conditions(blocks=None, minutes=minutes, n_batch=8, n_ubatch=8, n_threads=1, cold=False, series=series)
     layout = read_model(model)
     made = head.make(layout, arms, tokens, conditions, machine.facts(model), pin="p", series="s")
     run(layout, arms, tokens, conditions, out, made, on_run=longrun.tell_stalls)
@@ -151,6 +153,18 @@ def test_other_commands_read_the_file(tmp_path: Path) -> None:
     (found,) = results.read([out])
     assert {(row["n_depth"], row["needed_bytes"]) for row in found.samples if row["test"] == "pp4 @ d3"} != {(3, None)}
     assert found.header["plan"]["n_depth"] == 3
+
+
+@pytest.mark.parametrize("series", [False, True])
+def test_the_machine_is_watched_while_a_worker_runs(tmp_path: Path, series: bool) -> None:
+    (found,) = results.read([_measure(tmp_path, minutes=1e-6, series=series)])
+    for row in found.samples:
+        seen = row["observed"]
+        memory = seen["available_bytes"]
+        assert 0 < memory["min"] <= memory["mean"] <= memory["max"]
+        assert len(memory.get("values", [])) == (seen["readings"] if series else 0)
+        assert row["power_before"] == row["power_after"]
+        assert row["minutes"] == 1e-6
 
 
 def test_a_run_with_a_number_of_blocks_is_another_plan(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from click.testing import CliRunner
 from results_rows import header, rows, write
 
 from toolkit.cli.bench import bench
+from toolkit.errors import ResultsError
 from toolkit.evidence.compare import compare
-from toolkit.evidence.plots import chart, ticks
+from toolkit.evidence.plots import chart, ticks, timelines
 from toolkit.results import Row, read
 
 ABBA = [["stock", "hint", "hint", "stock"]] * 3
@@ -90,3 +91,78 @@ def test_plot_writes_one_self_contained_file(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text
     assert "href" not in text
     assert result.stdout == ""
+
+
+def layer(n: int, **times: float) -> Row:
+    return {"layer": n, "hint_ms": 0.0, "wait_ms": 0.0, "read_ms": 0.0, "compute_ms": 0.0, "bytes": 0, **times}
+
+
+def with_layers(layers: dict[str, list[Row]], **more: Row) -> list[Row]:
+    data = rows(["shhs"] * 3, SPEEDS, header(ABBA), **more)
+    return [{**row, "timeline": layers[row["arm"]]} if row["arm"] in layers else row for row in data]
+
+
+def heights(svg: ElementTree.Element, css: str) -> list[float]:
+    return [float(r.attrib["height"]) for r in svg.iter(f"{SVG}rect") if r.attrib.get("class") == css]
+
+
+def layers_drawn(tmp_path: Path, data: list[Row]) -> ElementTree.Element:
+    return ElementTree.fromstring(timelines(compare(read([write(tmp_path / "r.jsonl", header(ABBA), *data)]))))
+
+
+def test_layers_are_stacked_and_have_their_bytes_and_reads_below(tmp_path: Path) -> None:
+    first = layer(0, hint_ms=20.0, compute_ms=50.0, wait_ms=30.0, read_ms=60.0, bytes=2 << 20, late=1, in_time=3)
+    second = layer(1, hint_ms=10.0, compute_ms=40.0, bytes=1 << 20, in_time=2)
+    svg = layers_drawn(tmp_path, with_layers({"hint": [first, second]}))
+    # the highest layer reaches 100 ms, the last mark; the strip is 164 high, the two below it 48
+    assert heights(svg, "asking") == pytest.approx([0.2 * 164, 0.1 * 164], abs=0.1)
+    assert heights(svg, "compute") == pytest.approx([0.5 * 164, 0.4 * 164], abs=0.1)
+    assert heights(svg, "wait") == pytest.approx([0.3 * 164], abs=0.1)
+    # 2 and 1 MiB, then 3 and 2 reads in time with 1 late on top: the marks end at 2 MiB and at 4 reads
+    assert heights(svg, "amount") == pytest.approx([48, 24, 36, 24], abs=0.1)
+    assert heights(svg, "late") == pytest.approx([12], abs=0.1)
+    reading = [float(e.attrib["y1"]) for e in svg.iter(f"{SVG}line") if e.attrib["class"] == "reading"]
+    (zero, *_), (hundred,) = (
+        [float(t.attrib["y"]) - 4 for t in svg.iter(f"{SVG}text") if t.text == mark] for mark in ("0", "100")
+    )
+    assert reading == pytest.approx([zero + 0.6 * (hundred - zero)], abs=0.1)
+    shown = texts(svg)
+    assert "tg48: decode, hint, mean of its runs" in shown
+    assert "2 layers · computing 90 ms · asking 30 ms · waiting 30 ms · reading 60 ms · 3 MiB · " in " ".join(shown)
+    assert shown.count("▾") == 1
+
+
+def test_arms_of_a_test_share_a_scale_and_what_was_not_counted_has_no_strip(tmp_path: Path) -> None:
+    arms = {"stock": [layer(3, compute_ms=100.0)], "hint": [layer(3, compute_ms=25.0)]}
+    svg = layers_drawn(tmp_path, with_layers(arms))
+    assert heights(svg, "compute") == pytest.approx([164, 41], abs=0.1)
+    assert heights(svg, "amount") == []
+    assert not {"MiB read", "reads, hatched: late"} & set(texts(svg))
+
+
+def test_an_arm_whose_outputs_differ_has_no_layers(tmp_path: Path) -> None:
+    data = with_layers({"stock": [layer(0, compute_ms=1.0)], "hint": [layer(0, compute_ms=1.0)]})
+    data[1]["logits_sha256"] = "ee"
+    shown = texts(layers_drawn(tmp_path, data))
+    assert "tg48: decode, stock, mean of its runs" in shown
+    assert not any("hint, mean" in words for words in shown)
+
+
+def test_without_a_timeline_the_plot_says_how_to_get_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.jsonl", header(ABBA), *rows(["shhs"] * 3, SPEEDS, header(ABBA)))
+    out = tmp_path / "layers.svg"
+    result = CliRunner().invoke(bench, ["plot", str(path), "--timeline", "--out", str(out)])
+    assert isinstance(result.exception, ResultsError)
+    assert "bench run MODEL --timeline" in (result.exception.hint or "")
+    assert not out.exists()
+
+
+def test_plot_writes_layers_as_one_self_contained_file(tmp_path: Path) -> None:
+    data = with_layers({"hint": [layer(n, compute_ms=1.0 + n) for n in range(94)]})
+    path, out = write(tmp_path / "r.jsonl", header(ABBA), *data), tmp_path / "layers.svg"
+    result = CliRunner().invoke(bench, ["plot", str(path), "--timeline", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    text = out.read_text(encoding="utf-8")
+    assert text.startswith("<svg ")
+    assert "prefers-color-scheme: dark" in text and "href" not in text
+    assert heights(ElementTree.fromstring(text), "compute")[-1] > heights(ElementTree.fromstring(text), "compute")[0]

@@ -16,7 +16,17 @@ from rich.console import Console
 from toolkit.cli.bench import bench
 from toolkit.errors import ResultsError
 from toolkit.evidence.compare import Comparison, Findings, compare, tokens
-from toolkit.evidence.report import conditions, markdown_table, number, print_terminal, ratio_text, sentence, to_csv
+from toolkit.evidence.report import (
+    conditions,
+    markdown,
+    markdown_table,
+    number,
+    print_terminal,
+    ratio_text,
+    sentence,
+    to_csv,
+    to_json,
+)
 from toolkit.evidence.results_page import results_page, with_block
 from toolkit.results import Row, read
 from toolkit.stats import Verdict
@@ -80,6 +90,71 @@ def test_compare_json_has_the_promised_shape(tmp_path: Path) -> None:
     assert c["sentence"].startswith("hint decodes 1.52x faster than stock (95 % interval 1.")
     assert "n = 3 blocks, same outputs)" in c["sentence"]
     assert shown["warnings"] == []
+
+
+def test_compare_json_has_stalls_and_greedy_text_where_the_file_has_them(tmp_path: Path) -> None:
+    def shown(name: str, *data: Row) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            run_cli("compare", write(tmp_path / name, header(ABBA), *data), "--json").stdout
+        )
+        return found
+
+    bare = shown("bare.jsonl", *usual())
+    assert (bare["stalls"], bare["comparisons"][0]["greedy_equal"]) == (None, None)
+    checks = [{"kind": "check", "run_id": "r1", "arm": a, "greedy_equal": a == "stock"} for a in ("stock", "hint")]
+    data = usual(token_ms=[10.0] * 48)
+    data[1] = {**data[1], "token_ms": [10.0] * 40 + [70.0] + [10.0] * 7}
+    full = shown("full.jsonl", *checks, *data)
+    assert full["comparisons"][0]["greedy_equal"] is False
+    # not as the first arm, neither of them: whether they are alike is not known
+    checks[0]["greedy_equal"] = False
+    assert shown("both.jsonl", *checks, *data)["comparisons"][0]["greedy_equal"] is None
+    (stall,) = full["stalls"]
+    assert (stall["arm"], stall["position"], stall["what"], stall["index"]) == ("hint", 1, "token", 40)
+    assert (stall["ms"], stall["median_ms"], stall["cause"]) == (70.0, 10.0, "unknown")
+    assert shown("quiet.jsonl", *usual(token_ms=[10.0] * 48))["stalls"] == []
+
+
+def test_what_the_machine_did_stands_in_every_form(tmp_path: Path) -> None:
+    def seen(disk: float, least: int, swapped: int) -> dict[str, Any]:
+        return {
+            "readings": 9,
+            "disk_util_percent": {"min": 0, "mean": disk, "max": 100},
+            "gpu_util_percent": None,
+            "available_bytes": {"min": least, "mean": GIB, "max": GIB},
+            "temperature_c": {"min": 40, "mean": 45, "max": 50 + disk / 10},
+            "swap_delta_bytes": swapped,
+        }
+
+    data = [{**row, "observed": seen(10 * (i % 3), GIB - i * 1024**2, i * 1024**2)} for i, row in enumerate(usual())]
+    found = findings(tmp_path, *data)
+    stock, hint = (s.observed for s in found.summaries)
+    assert stock is not None and hint is not None
+    # stock stands at 0, 3, 4, 7, 8 and 11 of the order: 0, 0, 10, 10, 20 and 20 per cent
+    assert (stock.disk_util_percent, stock.gpu_util_percent, stock.cpu_mhz) == (10, None, None)
+    assert (stock.min_available_bytes, stock.swap_delta_bytes) == (GIB - 11 * 1024**2, 11 * 1024**2)
+    # hint at 1, 2, 5, 6, 9 and 10: 10, 20, 20, 0, 0 and 10
+    assert (hint.disk_util_percent, hint.max_temperature_c) == (10, 52)
+    out = io.StringIO()
+    print_terminal(found, Console(file=out, width=160))
+    for text in (out.getvalue(), markdown(found)):
+        assert "least free MiB" in text
+        assert "GPU" not in text
+    assert "| tg48 | stock | 10 | 1013 | +11 | 52 |" in markdown(found)
+    shown = json.loads(to_json(found))["arms"][0]["observed"]
+    assert (shown["disk_util_percent"], shown["gpu_util_percent"]) == (10, None)
+    line = next(csv.DictReader(io.StringIO(to_csv(found))))
+    assert (line["disk_util_percent"], line["max_temperature_c"], line["cpu_mhz"]) == ("10.0", "52.0", "")
+    bare = csv.DictReader(io.StringIO(to_csv(findings(tmp_path / "bare", *usual()))))
+    assert next(bare)["disk_util_percent"] == ""
+
+
+def test_a_governor_that_changes_in_a_run_is_told(tmp_path: Path) -> None:
+    data = usual(power_before={"governor": "performance"}, power_after={"governor": "performance"})
+    assert findings(tmp_path / "a", *data).warnings == ()
+    data[2] = {**data[2], "power_after": {"governor": "powersave"}}
+    (warning,) = findings(tmp_path / "b", *data).warnings
+    assert warning == "r.jsonl: hint tg48 run 2: the CPU governor changed from performance to powersave meanwhile"
 
 
 def test_limit_is_unknown_without_disk_speed_or_compute_time(tmp_path: Path) -> None:

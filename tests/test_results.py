@@ -182,6 +182,7 @@ def test_facts_of_the_sample_go_before_those_of_the_header(tmp_path: Path) -> No
     (run,) = read([path])
     first, second = (facts(run, row) for row in run.samples)
     expected = {"model_size": 1000, "budget_bytes": None, "cold": True, "read_ahead_kb": 0, "kernel": "6.1"}
+    expected["process"] = "fresh"  # of every file before it was recorded
     assert first == expected
     assert second == {**expected, "read_ahead_kb": 128}
 

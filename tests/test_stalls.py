@@ -42,6 +42,12 @@ def test_a_token_beyond_five_times_the_median_of_its_row_is_flagged_with_its_pla
     assert _only([_row([*NORMAL, 500.0])], factor=4.9).index == 5
 
 
+def test_a_timeline_of_an_arm_without_the_payload_has_empty_columns() -> None:
+    """So it is stored: nothing was counted, and the token is judged by the others."""
+    stall = _only([_row([*NORMAL, 600.0], cpu_ms=0.0, layer=[], layer_ms=[], wait_ms=[], read_ms=[])])
+    assert stall.shares == {"busy": 0.0}
+
+
 def test_many_times_nearly_nothing_is_no_stall() -> None:
     assert find([_row([1.0, 1.0, 1.0, 1.0, 50.0])]) == []
     assert _only([_row([1.0, 1.0, 1.0, 1.0, 50.0])], least_ms=49).ms == 50.0

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats as reference  # type: ignore[import-untyped]
+from scipy import optimize  # type: ignore[import-untyped]
+from scipy import stats as reference
 
 from toolkit.stats import (
     POWER,
@@ -13,6 +14,7 @@ from toolkit.stats import (
     blocks_needed,
     chi2_cdf,
     chi2_quantile,
+    detectable_effect,
     detection_power,
     drift,
     drift_bias,
@@ -257,6 +259,24 @@ def test_blocks_needed_is_the_fewest_with_the_power(effect: float, sd: float) ->
     # One degree of freedom: the 20 % point of chi-square is 0.0642, so the SD may be 3.95 times as large.
     upper = sd * math.sqrt(1 / reference.chi2.ppf(0.2, 1))
     assert needed.n_blocks_upper == fewest(upper)
+
+
+@pytest.mark.parametrize("n", [3, 6, 40])
+def test_the_detectable_effect_is_that_of_a_noncentral_t_test_with_the_power(n: int) -> None:
+    c = 1 + 0.05 * np.random.default_rng(n).standard_normal(n)
+    found = detectable_effect([[1.0]] * n, by_block(c.tolist()))
+    assert found is not None
+    spread = np.std(c / c.mean(), ddof=1)
+    limit = reference.t.ppf(0.975, n - 1)
+    shift = optimize.brentq(lambda x: reference.nct.sf(limit, n - 1, x) - POWER, 0.1, 50)
+    assert math.log1p(found) == pytest.approx(shift * spread / math.sqrt(n), rel=1e-3)
+    needed = blocks_needed([[1.0]] * n, by_block(c.tolist()), 1.001 * found)
+    assert needed is not None and needed.n_blocks is not None and needed.n_blocks <= n
+
+
+def test_the_detectable_effect_at_the_ends() -> None:
+    assert detectable_effect([[1.0]] * 3, [[2.0]] * 3) == 0  # no spread
+    assert detectable_effect([[1.0]] * 2, [[2.0], [2.1]]) is None  # two blocks never decide
 
 
 def test_blocks_needed_at_the_ends() -> None:

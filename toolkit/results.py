@@ -56,6 +56,7 @@ CHECKED = (
     "cold",
     "filesystem",
     "kernel",
+    "process",  # a fresh one for each run, or one that all share
 )
 
 
@@ -119,7 +120,7 @@ class Writer:
             raise ResultsError(
                 "the results file exists; a run never overwrites rows",
                 where=self._path,
-                hint="choose another --out, or continue the run in it with --resume",
+                hint="choose another --out, or repeat the command that made the file",
             )
         run = _read_file(self._path)
         if run.run_id != self._run_id:
@@ -162,7 +163,8 @@ def facts(run: RunData, sample: Row) -> Row:
     """The checked facts of one sample, its own fields before the header's; unknown ones are absent."""
     header = run.header
     model = {"model_size": header["model"]["size"]} if "size" in header["model"] else {}
-    known = {**machine_facts(header), **model, **header["plan"], **sample}
+    process = {} if header.get("source") else {"process": "fresh"}  # before it was recorded, always that
+    known = {**machine_facts(header), **model, **process, **header["plan"], **sample}
     return {name: known[name] for name in CHECKED if name in known}
 
 
@@ -170,6 +172,12 @@ def machine_facts(header: Row) -> Row:
     """The header's machine with its storage facts beside the others."""
     machine = header["machine"]
     return {**machine, **(machine.get("storage") or {})}
+
+
+def injected_slowdown_percent(header: Row, arm: str) -> float | None:
+    """By how much the spans of an arm were made longer on purpose; None for an ordinary arm."""
+    percent: float | None = header["arms"].get(arm, {}).get("injected_slowdown_percent")
+    return percent
 
 
 def require_same_facts(labelled: Sequence[tuple[str, Row]]) -> None:

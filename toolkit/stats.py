@@ -284,6 +284,24 @@ def blocks_needed(
     )
 
 
+def detectable_effect(baseline: Sequence[Sequence[float]], candidate: Sequence[Sequence[float]]) -> float | None:
+    """Smallest effect, as a fraction, that as many blocks of this spread find with 80 % power (see `blocks_needed`).
+
+    None for fewer blocks than can decide.
+    """
+    b, c = _block_means(baseline, candidate)
+    n, spread = len(b), _spread(b, c) if len(b) > 1 else 0.0
+    if n < MIN_VERDICT_BLOCKS:
+        return None
+    low, high = 0.0, spread
+    while spread > 0 and detection_power(high, spread, n) < POWER:
+        low, high = high, 2 * high
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if detection_power(middle, spread, n) < POWER else (low, middle)
+    return math.expm1(high)
+
+
 def detection_power(effect: float, spread: float, n: int) -> float:
     """Chance that the 95 % t interval of n differences with this SD lies above 0 when their mean is `effect`.
 

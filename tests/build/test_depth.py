@@ -46,10 +46,23 @@ def test_decode_at_a_depth_is_decode_after_a_prompt_of_the_same_tokens(tiny: Pat
     assert depth[0]["logits_sha256"] == prompt[1]["logits_sha256"]
     parts = prescribed(prescription(tiny), 8, 4, 12)
     assert (len(parts.depth), parts.all) == (12, tokens)
-    assert [test["test"] for test in _run(arms[0], tiny, tokens=tokens, n_depth=12, n_prompt=8).tests] == [
-        "pp8 @ d12",
-        "tg4 @ d12",
-    ]
+
+
+def test_prompt_and_decode_of_a_run_both_start_from_the_depth_as_in_llama_bench(
+    tiny: Path, arms: Sequence[Arm]
+) -> None:
+    tokens = prescribed(prescription(tiny), 8, 4, 12)
+    both = _run(arms[0], tiny, tokens=tokens.all, n_depth=12, n_prompt=8).tests
+    assert [test["test"] for test in both] == ["pp8 @ d12", "tg4 @ d12"]
+    prompt, decode = (
+        _run(arms[0], tiny, tokens=[*tokens.depth, *rest], n_depth=12, n_prompt=n).tests[0]
+        for rest, n in ((tokens.prompt, 8), (tokens.gen, 0))
+    )
+    assert [test["test"] for test in (prompt, decode)] == ["pp8 @ d12", "tg4 @ d12"]
+    assert [test["logits_sha256"] for test in both] == [prompt["logits_sha256"], decode["logits_sha256"]]
+    # without a depth decode goes on from the prompt
+    after = _run(arms[0], tiny, tokens=[*tokens.depth, *tokens.gen], n_depth=0, n_prompt=12).tests[1]
+    assert (after["test"], after["logits_sha256"]) == ("tg4", decode["logits_sha256"])
 
 
 def test_a_context_is_of_the_size_asked_for_or_refused(tiny: Path) -> None:

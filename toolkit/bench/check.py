@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def check_arms(arms: Sequence[Arm], tokens: Tokens, job: dict[str, Any], unlimit
     Raises BenchError when an arm cannot run at all. Runs without a memory budget.
     """
     gen = tokens.gen[:CHECK_TOKENS]
-    short = {**job, "tokens": [*tokens.depth, *tokens.prompt, *gen], "n_greedy": GREEDY_TOKENS}
+    short = {**job, "tokens": [*tokens.depth, *tokens.prompt, *gen], "further": [], "n_greedy": GREEDY_TOKENS}
     rows: list[dict[str, Any]] = []
     baseline: np.ndarray | None = None
     greedy: tuple[int, ...] | None = None
@@ -79,9 +79,26 @@ def check_arms(arms: Sequence[Arm], tokens: Tokens, job: dict[str, Any], unlimit
                     "buffers": outcome.loaded["buffers"] if outcome.loaded else None,
                     "decode_ms": float(np.median(last["ns"])) / 1e6 if gen else None,
                     "decode_read_bytes": last["read_bytes"] if gen else None,
+                    "prefill_ms": _per_token_ms(outcome.tests[0]) if tokens.prompt else None,
+                    "prefill_read_bytes": outcome.tests[0]["read_bytes"] if tokens.prompt else None,
                 }
             )
     return rows
+
+
+def _per_token_ms(test: dict[str, Any]) -> float:
+    return float(sum(test["ns"])) / 1e6 / float(sum(test["n_tokens"]))
+
+
+def compute_ms(check: Mapping[str, Any], test: str) -> float | None:
+    """Milliseconds per token of a test with the model in memory, from the baseline's check row.
+
+    None when the check read from the disk, or did not time this test. Prefill is timed with the batches of the plan.
+    It has the first touch of every mapped page in it, as it has in each process that maps a model.
+    """
+    kind = "decode" if test.startswith("tg") else "prefill"
+    in_memory = check.get(f"{kind}_read_bytes") == 0
+    return check.get(f"{kind}_ms") if in_memory else None
 
 
 def _greedy(baseline: Sequence[int], candidate: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from toolkit import __version__, results
-from toolkit.bench import limits, machine, plan
+from toolkit.bench import limits, machine
 from toolkit.bench.plan import Arm, Conditions, Tokens
 from toolkit.model.layout import ModelLayout
 from toolkit.model.text import shown
@@ -24,6 +24,7 @@ def make(
     *,
     pin: str,
     series: str,
+    command: str | None = None,
 ) -> dict[str, Any]:
     first = layout.shards[0].path
     method = limits.detect().name
@@ -35,6 +36,7 @@ def make(
         "toolkit_version": __version__,
         "pin": pin,
         "series": series,
+        **({} if command is None else {"command": command}),
         "model": {
             "filename": shown(first.name),
             "size": sum(shard.path.stat().st_size for shard in layout.shards),
@@ -46,7 +48,7 @@ def make(
         },
         "plan": {
             "arms": [arm.name for arm in arms],
-            "tests": plan.test_names(len(tokens.prompt), len(tokens.gen), len(tokens.depth)),
+            "tests": list(tokens.spans),
             **({} if conditions.blocks is None else {"blocks": conditions.blocks}),
             "n_prompt": len(tokens.prompt),
             "n_gen": len(tokens.gen),
@@ -56,9 +58,11 @@ def make(
             "n_batch": conditions.n_batch,
             "n_ubatch": conditions.n_ubatch,
             "n_gpu_layers": conditions.n_gpu_layers,
+            **({} if conditions.lazy_mode is None else {"lazy_mode": conditions.lazy_mode}),
             "budget_bytes": conditions.budget_bytes,
             "budget_method": "none" if conditions.budget_bytes is None else method,
             "cold": conditions.cold,
+            **({"process": "shared"} if conditions.one_process else {}),
             "tokens_sha256": tokens.sha256,
             "tokens_source": tokens.source,
         },
@@ -71,7 +75,17 @@ def make(
                 "payload": arm.payload,
                 "mode": arm.mode,
                 "env": arm.env,
-                **({"rpc": list(arm.rpc)} if arm.rpc else {}),
+                **({"config": {"prewarm_bytes": sum(s.nbytes for s in arm.prewarm)}} if arm.prewarm else {}),
+                **(
+                    {"rpc": list(arm.rpc), "rpc_protocol": arm.rpc_protocol, "rpc_memory_bytes": list(arm.rpc_memory)}
+                    if arm.rpc
+                    else {}
+                ),
+                **(
+                    {"injected_slowdown_percent": arm.injected_slowdown_percent}
+                    if arm.injected_slowdown_percent
+                    else {}
+                ),
             }
             for arm in arms
         },

@@ -49,7 +49,7 @@ def tell_stalls(samples: Sequence[results.Row], rows: Sequence[results.Row]) -> 
     (arm,), (position,) = {row["arm"] for row in rows}, {row["position"] for row in rows}
     for stall in stalls.find(row for row in samples if row["arm"] == arm):
         if stall.position == position:
-            note(f"stall  {sentence(stall)}")
+            note(f"stall  {stalls.sentence(stall)}")
 
 
 def summarize(run: results.RunData) -> Summary:
@@ -72,16 +72,3 @@ def summarize(run: results.RunData) -> Summary:
         )
     spent_s = max((row.get("elapsed_s") or 0.0 for row in run.samples), default=0.0)
     return Summary(hours=spent_s / 3600, cases=tuple(cases), stalls=tuple(stalls.find(run.samples)))
-
-
-def count(found: Sequence[Stall]) -> str:
-    return "1 stall" if len(found) == 1 else f"{len(found)} stalls"
-
-
-def sentence(stall: Stall) -> str:
-    """One line: where, how long, why, by what evidence."""
-    place = f"{stall.what} {stall.index}" + (f" ({stall.layer})" if stall.layer else "")
-    return (
-        f"{stall.arm} {stall.test} run {stall.position}, {place}: {stall.ms:.0f} ms, median {stall.median_ms:.3g} ms: "
-        f"{stall.cause.value} ({stall.evidence})"
-    )

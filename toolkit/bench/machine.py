@@ -66,7 +66,7 @@ def facts(path: Path, *, root: Path = Path("/")) -> MachineFacts:
         os=_os_name(root),
         kernel=kernel,
         page_size=mmap.PAGESIZE,
-        governor=_governor(sys_),
+        governor=governor(sys_),
         transparent_hugepages=_selected(read(sys_ / "kernel/mm/transparent_hugepage/enabled")),
         virtualization=_virtualization(root, cpuinfo, kernel),
         numa_nodes=len(list(sys_.glob("devices/system/node/node[0-9]*"))) or 1,
@@ -111,9 +111,14 @@ def _cpu_model(cpuinfo: str, root: Path) -> str:
     return board or platform.processor() or platform.machine() or "unknown"
 
 
-def usable_cores() -> int:
+def usable_core_numbers() -> set[int]:
     """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """How many these are."""
+    return len(usable_core_numbers())
 
 
 def _memlock(proc: Path) -> int | None:
@@ -132,9 +137,33 @@ def _os_name(root: Path) -> str:
     return match[1] if match else platform.platform(terse=True)
 
 
-def _governor(sys_: Path) -> str | None:
+def governor(sys_: Path) -> str | None:
+    """The governor of the cores' clocks; several are listed."""
     paths = sys_.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
     return ", ".join(sorted({g for path in paths if (g := read(path))})) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Power:
+    """What limits the clock beside the governor; None where the system does not tell."""
+
+    profile: str | None  # of the firmware: performance, balanced, low-power, ...
+    profiles: tuple[str, ...]  # those that can be chosen
+    on_battery: bool | None
+
+
+def power(sys_: Path) -> Power:
+    """As the firmware and the power supplies say."""
+    firmware = sys_ / "firmware/acpi"
+    supplies = list(sys_.glob("class/power_supply/*"))
+    batteries = [
+        read(s / "status") for s in supplies if read(s / "type") == "Battery" and read(s / "scope") != "Device"
+    ]
+    return Power(
+        profile=read(firmware / "platform_profile"),
+        profiles=tuple((read(firmware / "platform_profile_choices") or "").split()),
+        on_battery="Discharging" in batteries if supplies else None,
+    )
 
 
 def _virtualization(root: Path, cpuinfo: str, kernel: str) -> tuple[str, ...]:

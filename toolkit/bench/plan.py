@@ -7,12 +7,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 STOCK = "stock"
 RPC = "rpc"  # the arm whose layers are on other machines
 MODES = ("off", "madv", "hint", "overlap", "cache")  # of the payload, ggml-moe-prefetch.h
+
+
+class Stretch(NamedTuple):
+    """Some bytes of a file."""
+
+    path: str
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +36,18 @@ class Arm:
     mode: str | None  # payload mode that must be in force, None when unpatched
     env: dict[str, str] = field(default_factory=dict)
     rpc: tuple[str, ...] = ()  # HOST:PORT of the servers that hold its layers; none: all is in its own process
+    rpc_protocol: str | None = None  # version that all of them speak
+    rpc_memory: tuple[int, ...] = ()  # bytes that each says it has
+    injected_slowdown_percent: float = 0.0  # of each measured span, on purpose: to see whether it is found
+    prewarm: tuple[Stretch, ...] = ()  # read into the page cache before each run, within its memory
+
+
+class Span(NamedTuple):
+    """Where the timed tokens of one test stand in the list, and how much context its prompt and decode started with."""
+
+    first: int
+    end: int
+    depth: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +59,23 @@ class Tokens:
     source: str  # where they come from, for the record
     depth: tuple[int, ...] = ()  # context before the first test, not timed
     experts: np.ndarray | None = None  # prescribed expert ids [token, layer, k] of a synthetic model
+    further: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # (prompt, gen) after them, in the same process
 
     @property
     def all(self) -> list[int]:
-        return [*self.depth, *self.prompt, *self.gen]
+        return [*self.depth, *self.prompt, *self.gen, *(t for pair in self.further for part in pair for t in part)]
+
+    @property
+    def spans(self) -> dict[str, Span]:
+        """What is timed, by the name of the test, in order."""
+        found: dict[str, Span] = {}
+        end = len(self.depth)
+        for prompt, gen in ((self.prompt, self.gen), *self.further):
+            depth, lengths = end, [len(part) for part in (prompt, gen) if part]
+            for name, n in zip(test_names(len(prompt), len(gen), depth), lengths, strict=True):
+                found[name] = Span(end, end + n, depth)
+                end += n
+        return found
 
     @property
     def sha256(self) -> str:
@@ -62,7 +96,10 @@ class Conditions:
     budget_bytes: int | None = None
     n_ctx: int | None = None  # size of the context, None: as much as the tokens need
     n_gpu_layers: int = 0  # layers on a GPU, without their experts
+    lazy_mode: str | None = None  # llama.cpp's for row-sparse tables, None: its default
     timeline: bool = False  # keep where the time of each layer went
+    series: bool = False  # keep what the machine did over time, beside its summary
+    one_process: bool = False  # all runs in one process, which switches the mode and warms up before each
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from toolkit.bench.launch import job_of
 from toolkit.bench.plan import RPC, Arm, Conditions, Tokens
 from toolkit.bench.run import OnRun, run
 from toolkit.bench.select import arm_of_wheel, arms_by_name, rpc_arm
+from toolkit.bench.shared import require_shareable
 from toolkit.console import MIB, note
 from toolkit.errors import BenchError, ResultsError
 from toolkit.model.layout import Access, ModelLayout, read_model
@@ -44,6 +45,10 @@ class Request:
     sdist: str | None = None  # version of the binding; None: the pin in use
     backend: str = "cpu"  # of the wheels that arm names stand for
     rpc: tuple[str, ...] = ()  # servers of one more arm, whose layers are there
+    aa: bool = False  # the first arm once more
+    injected_slowdown: tuple[tuple[str, float], ...] = ()  # name of an arm, percent
+    command: str | None = None  # for the record
+    trace: Path | None = None  # file for the experts that each token selects
 
 
 def measure(request: Request, *, dry_run: bool, on_run: OnRun = lambda *_: None) -> Path | None:
@@ -73,9 +78,18 @@ def measure(request: Request, *, dry_run: bool, on_run: OnRun = lambda *_: None)
             where=layout.shards[0].path,
             hint=f"use --budget {always * 3 // 2 / MIB:.0f}MiB or more",
         )
-    names = [*request.arms, *([RPC] if request.rpc else []), *(name for name, *_ in request.custom)]
+    names = [*request.arms, *_again(request), *([RPC] if request.rpc else []), *(name for name, *_ in request.custom)]
     if len(set(names)) != len(names) or not names:
         raise BenchError(f"arms need different names: {', '.join(names) or 'none given'}")
+    if unknown := [name for name, _ in request.injected_slowdown if name not in names]:
+        raise BenchError(
+            f"there is no arm {', '.join(unknown)} to slow down",
+            where="--inject-slowdown",
+            hint=f"arms of this run: {', '.join(names)}",
+        )
+    if conditions.one_process:
+        alone = [*([RPC] if request.rpc else []), *(name for name, *_ in request.custom)]
+        require_shareable(request.arms, alone, conditions)
     if budget:
         memory = f"{budget / MIB:.0f} MiB ({size / budget:.1f}x oversubscribed)"
     else:
@@ -91,17 +105,34 @@ def measure(request: Request, *, dry_run: bool, on_run: OnRun = lambda *_: None)
             note(f"block {step.block}: {step.arm}")
         return None
 
+    # servers are greeted before anything is installed or loaded; with them every arm is of the wheel that can use them
+    distributed = [rpc_arm(request.rpc, pin, series, home, nbytes=_sent_bytes(layout))] if request.rpc else []
+    named = arms_by_name(request.arms, pin, series, home, backend=RPC if request.rpc else request.backend)
     arms = [
-        # with servers every arm is of the wheel that can use them
-        *arms_by_name(request.arms, pin, series, home, backend=RPC if request.rpc else request.backend),
-        *([rpc_arm(request.rpc, pin, series, home)] if request.rpc else []),
+        *named,
+        *(dataclasses.replace(named[0], name=name) for name in _again(request)),
+        *distributed,
         *(arm_of_wheel(name, wheel, settings, home) for name, wheel, settings in request.custom),
     ]
+    slowed = dict(request.injected_slowdown)
+    arms = [dataclasses.replace(arm, injected_slowdown_percent=slowed.get(arm.name, 0.0)) for arm in arms]
     tokens = _tokens(request, layout, conditions, arms[0])
-    header = head.make(layout, arms, tokens, conditions, facts, pin=pin.commit, series=series.digest)
+    header = head.make(
+        layout, arms, tokens, conditions, facts, pin=pin.commit, series=series.digest, command=request.command
+    )
     out = request.out or _default_out(header)
-    run(layout, arms, tokens, conditions, out, header, on_run=on_run)
+    run(layout, arms, tokens, conditions, out, header, on_run=on_run, trace=request.trace)
     return out
+
+
+def _again(request: Request) -> list[str]:
+    """Name of the first arm's second copy in an A/A run."""
+    return [f"{request.arms[0]}-2"] if request.aa and request.arms else []
+
+
+def _sent_bytes(layout: ModelLayout) -> int:
+    """Least bytes that servers need: the token embedding stays where the tokens are; 0 for unknown types."""
+    return layout.nbytes(Access.ALWAYS_USED, Access.ROUTED) or 0
 
 
 def _extent(conditions: Conditions) -> str:

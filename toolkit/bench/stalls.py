@@ -88,6 +88,19 @@ def find(rows: Iterable[Row], *, factor: float = FACTOR, least_ms: float = LEAST
     return found
 
 
+def count(found: Sequence[Stall]) -> str:
+    return "1 stall" if len(found) == 1 else f"{len(found)} stalls"
+
+
+def sentence(stall: Stall) -> str:
+    """One line: where, how long, why, by what evidence."""
+    place = f"{stall.what} {stall.index}" + (f" ({stall.layer})" if stall.layer else "")
+    return (
+        f"{stall.arm} {stall.test} run {stall.position}, {place}: {stall.ms:.0f} ms, median {stall.median_ms:.3g} ms: "
+        f"{stall.cause.value} ({stall.evidence})"
+    )
+
+
 def _places(runs: Sequence[Sequence[_Item]]) -> dict[tuple[str, int], float]:
     """Median over runs of every place that enough of them have."""
     times: dict[tuple[str, int], list[float]] = {}
@@ -154,7 +167,8 @@ def _columns(row: Row) -> dict[str, list[float]]:
 
     Linux averages pressure over the CPUs that are not idle: one thread that waits while another spins counts half.
     """
-    columns = {name: values for name, values in (row.get("token_counters") or {}).items() if values is not None}
+    # a column is empty where an arm has nothing to count: a timeline without the payload
+    columns = {name: values for name, values in (row.get("token_counters") or {}).items() if values}
     cpus = columns.pop("busy_cpus", [1.0] * len(row["token_ms"]))
     for name in {"psi_io_ms", "psi_memory_ms"} & columns.keys():
         columns[name] = [min(p * n, ms) for p, n, ms in zip(columns[name], cpus, row["token_ms"], strict=True)]

@@ -12,7 +12,7 @@ from toolkit import results
 from toolkit.cli.bench_longrun import longrun, stalls
 from toolkit.cli.bench_reads import reads
 from toolkit.cli.bench_report import EFFECT, export_command, plot_command, report_command
-from toolkit.cli.bench_request import make_request, what_to_measure
+from toolkit.cli.bench_request import SLOWDOWN, MeasuringCommand, make_request, what_to_measure
 from toolkit.cli.bench_storage import storage
 from toolkit.evidence import compare, imported, report
 
@@ -32,29 +32,54 @@ bench.add_command(storage)
 bench.add_command(reads)
 
 
-@bench.command("run")
+@bench.command("run", cls=MeasuringCommand)
 @what_to_measure
 @click.option("-r", "--blocks", type=click.IntRange(min=1), default=6, show_default=True, help="Runs per arm.")
 @click.option("--minutes", type=float, help="After 3 blocks, start no other past this time.")
+@click.option("--aa", is_flag=True, help="The first arm once more, as ARM-2 (A/A); without --arms: stock, twice.")
+@click.option("--one-process", is_flag=True, help="Switch modes of the patched build in one process (with --warm).")
+@click.option(
+    "--inject-slowdown",
+    type=SLOWDOWN,
+    multiple=True,
+    metavar="ARM=PERCENT",
+    help="Make an arm slower on purpose, to see whether it is found.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
-def run_command(blocks: int, minutes: float | None, dry_run: bool, as_json: bool, **given: Any) -> None:
+def run_command(
+    blocks: int,
+    minutes: float | None,
+    one_process: bool,
+    inject_slowdown: tuple[tuple[str, float], ...],
+    dry_run: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Measure arms of MODEL against each other, one fresh process per run, and compare them.
 
     Decode is forced along a fixed token list, the same in every arm; outputs are compared before any speed is
-    shown. The tests of a run follow each other: depth, prompt, decode. A run that was interrupted continues with
-    the same command.
+    shown. Decode goes on from the prompt; with -d each of the two starts from that context, as in llama-bench. A run
+    that was interrupted continues with the same command.
+
+    The noise floor of a machine is what --aa finds between two equal arms; --inject-slowdown tells whether a
+    difference of a known size is found. Between modes of a model in memory, --one-process leaves out what differs
+    from process to process: use many short blocks.
 
     \b
     Example:
       moe-madv bench run demo.gguf --oversubscribe 2.7
       moe-madv bench run big.gguf --arms stock,hint --budget 48GiB -p 128 -n 64 --blocks 4 --out big.jsonl
       moe-madv bench run demo.gguf --arms stock,hint -d 64 -p 0 -n 32
+      moe-madv bench run demo.gguf --arms stock,cache --timeline --trace experts.npz
       moe-madv bench run demo.gguf --arms stock --arm late my.whl MOE_MADV_MODE=madv
       moe-madv bench run demo.gguf --arms stock --rpc 10.0.0.2:50052,10.0.0.3:50052
+      moe-madv bench run demo.gguf --aa --inject-slowdown stock-2=10% --blocks 10
+      moe-madv bench run demo.gguf --arms off,hint --one-process --warm -p 0 -n 16 --blocks 40
     """
     from toolkit.bench.request import measure
 
-    path = measure(make_request(given, blocks=blocks, minutes=minutes), dry_run=dry_run)
+    given["injected_slowdown"] = inject_slowdown
+    path = measure(make_request(given, blocks=blocks, minutes=minutes, one_process=one_process), dry_run=dry_run)
     if path is not None:
         _print(compare.compare(results.read([path])), "json" if as_json else "table")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from toolkit.cli.bench_request import make_request, what_to_measure
+from toolkit.cli.bench_request import MeasuringCommand, make_request, what_to_measure
 from toolkit.console import note
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ABOVE_0 = click.FloatRange(min=0, min_open=True)
 
 
-@click.command("longrun")
+@click.command("longrun", cls=MeasuringCommand)
 @what_to_measure
 @click.option("--hours", type=_ABOVE_0, help="Time to spend, over all calls of the command.")
 @click.option("--minutes", type=_ABOVE_0, help="The same in minutes.")
@@ -55,7 +55,7 @@ def longrun(
 
 
 def _text(summary: Summary) -> str:
-    from toolkit.bench.longrun import count, sentence
+    from toolkit.bench.stalls import count, sentence
 
     lines = [f"{summary.hours:.2f} hours"]
     for case in summary.cases:
@@ -86,7 +86,7 @@ def stalls(files: tuple[Path, ...], factor: float | None, least: float | None, a
     """
     from toolkit import results
     from toolkit.bench import stalls as finding
-    from toolkit.bench.longrun import count, sentence
+    from toolkit.bench.stalls import count, sentence
 
     limits = {
         "factor": finding.FACTOR if factor is None else factor,

@@ -75,21 +75,25 @@ def export_command(files: tuple[Path, ...], form: str, as_json: bool, out: Path 
 @click.command("plot")
 @_FILES
 @_BASELINE
+@click.option("--timeline", "by_layer", is_flag=True, help="Draw where the time of each layer went instead.")
 @click.option("--format", "form", type=click.Choice(["svg", "png"]), help="[default: by the name of --out, else svg]")
 @click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="File to write.")
-def plot_command(files: tuple[Path, ...], baseline: str | None, form: str | None, out: Path) -> None:
-    """Draw throughput and MiB read per token of every arm as one picture.
+def plot_command(files: tuple[Path, ...], baseline: str | None, by_layer: bool, form: str | None, out: Path) -> None:
+    """Draw throughput and MiB read per token of every arm as one picture, or the time of every layer.
 
-    PNG is made by the first of rsvg-convert, inkscape and cairosvg that is installed.
+    The time of layers is that of patched arms in a run with --timeline. PNG is made by the first of rsvg-convert,
+    inkscape and cairosvg that is installed.
 
     \b
     Example:
       moe-madv bench plot demo.jsonl --out demo.svg
       moe-madv bench plot before.json after.json --format png --out speed.png
+      moe-madv bench plot demo.jsonl --timeline --out layers.svg
     """
     from toolkit.evidence import compare, imported, plots, png
 
-    picture = plots.chart(compare.compare(imported.load(files), baseline))
+    draw = plots.timelines if by_layer else plots.chart
+    picture = draw(compare.compare(imported.load(files), baseline))
     if (form or out.suffix[1:].lower()) == "png":
         png.write(out, picture)
     else:

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolkit.bench import pagecache
+from toolkit.bench import blocked, pagecache
 from toolkit.errors import BenchError
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
@@ -77,3 +77,11 @@ def pressure(proc: Path) -> Feature:
         off = e.errno in (errno.ENOENT, errno.EOPNOTSUPP)
         return Feature(works=False, why="off: boot with psi=1" if off else e.strerror)
     return Feature(works=True)
+
+
+def run_queue(proc: Path) -> Feature:
+    """The time that a thread was ready and without a core."""
+    if absent := _absent():
+        return absent
+    told = blocked.now(proc).queued is not None
+    return Feature(works=told, why=None if told else "no /proc/thread-self/schedstat: build with CONFIG_SCHED_INFO")

@@ -19,7 +19,7 @@ import numpy as np
 from toolkit.bench import limits, machine, storage
 from toolkit.bench.disk import Storage, integer, read, read_ahead_file, storage_of
 from toolkit.bench.limits import Available, Method
-from toolkit.bench.machine import MachineFacts
+from toolkit.bench.machine import MachineFacts, Power
 from toolkit.bench.storage import Speed
 from toolkit.console import GIB, MIB
 from toolkit.doctor import kernel
@@ -41,15 +41,6 @@ class Swap:
     file: str
     used_bytes: int
     priority: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Power:
-    """What limits the clock beside the governor; None where the system does not tell."""
-
-    profile: str | None  # of the firmware: performance, balanced, low-power, ...
-    profiles: tuple[str, ...]  # those that can be chosen
-    on_battery: bool | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +94,7 @@ def settings(path: Path, parts: Sequence[Path] = (), *, root: Path = Path("/")) 
         budget=budget,
         budget_refused=refused,
         swaps=_swaps(proc),
-        power=_power(root / "sys"),
+        power=machine.power(root / "sys"),
         numa_balancing=integer(proc / "sys/kernel/numa_balancing"),
         io_uring_disabled=integer(proc / "sys/kernel/io_uring_disabled"),
         kernel={
@@ -111,6 +102,7 @@ def settings(path: Path, parts: Sequence[Path] = (), *, root: Path = Path("/")) 
             "io-uring": kernel.io_uring(),
             "cachestat": kernel.cachestat(path if path.is_file() else Path(sys.executable)),
             "psi": kernel.pressure(proc),
+            "join-wait": kernel.run_queue(proc),
         },
     )
 
@@ -202,16 +194,3 @@ def _swaps(proc: Path) -> tuple[Swap, ...]:
         name = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), file)
         found.append(Swap(file=name, used_bytes=int(used) * 1024, priority=int(priority)))
     return tuple(found)
-
-
-def _power(sys_: Path) -> Power:
-    firmware = sys_ / "firmware/acpi"
-    supplies = list(sys_.glob("class/power_supply/*"))
-    batteries = [
-        read(s / "status") for s in supplies if read(s / "type") == "Battery" and read(s / "scope") != "Device"
-    ]
-    return Power(
-        profile=read(firmware / "platform_profile"),
-        profiles=tuple((read(firmware / "platform_profile_choices") or "").split()),
-        on_battery="Discharging" in batteries if supplies else None,
-    )

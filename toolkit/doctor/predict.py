@@ -9,6 +9,7 @@ import numpy as np
 
 from toolkit.bench.storage import Speed
 from toolkit.console import MIB
+from toolkit.evidence.findings import Roofline
 from toolkit.model.layout import Access, ModelLayout
 
 # What a run needs beside weights: buffers, a short context, the interpreter.
@@ -46,7 +47,7 @@ def predict(
     experts = layout.nbytes(Access.ROUTED)
     fits = size + PROCESS_BYTES <= memory_bytes
 
-    read = compute = rate = None
+    read = compute = rate = limit = None
     if always is not None and routed is not None and experts is not None:
         room = memory_bytes - always - PROCESS_BYTES
         missed = (0.0, 0.0) if fits else _missed(experts, room)
@@ -58,9 +59,11 @@ def predict(
             compute = (1000 * least, 1000 * least / _KERNEL_SHARE)
     disk = disk_range(speeds) or ((1.0, 1.0) if fits else None)  # a model that fits reads nothing
     if read is not None and compute is not None and disk is not None:
-        wait = 1000 * read[0] / MIB / disk[1], 1000 * read[1] / MIB / disk[0]
-        # best: reading hides computing or the reverse; worst: they take turns
-        rate = (1000 / (compute[1] + wait[1]), 1000 / limit_ms(compute[0], wait[0]))
+        best = Roofline(test="tg", disk_mib_s=disk[1], compute_ms=compute[0], must_read_mib=read[0] / MIB)
+        assert best.limit_ms is not None  # the compute time is known
+        # worst: reading and computing take turns
+        rate = (1000 / (compute[1] + 1000 * read[1] / MIB / disk[0]), 1000 / best.limit_ms)
+        limit = "disk" if best.read_ms > compute[0] else "compute"
     return Prediction(
         file_bytes=size,
         memory_bytes=memory_bytes,
@@ -71,14 +74,9 @@ def predict(
         read_bytes_per_token=read,
         compute_ms=compute,
         tokens_per_s=rate,
-        limit=None if rate is None or compute is None else ("disk" if wait[0] > compute[0] else "compute"),
+        limit=limit,
         assumptions=_assumptions(fits),
     )
-
-
-def limit_ms(compute_ms: float, read_ms: float) -> float:
-    """The roofline: no token is faster than the longer of computing it and reading what it needs."""
-    return max(compute_ms, read_ms)
 
 
 def disk_range(speeds: Mapping[str, Speed]) -> tuple[float, float] | None:

@@ -91,6 +91,7 @@ _FEATURES = {
     "io-uring": "io_uring keeps many reads under way from one thread.",
     "cachestat": "cachestat(2) counts resident pages without a mapping; without it, mincore(2) does, more slowly.",
     "psi": "Pressure figures say how long a run waited for the disk; without them that column is empty.",
+    "join-wait": "Times in the run queue tell waiting for reads from waiting for a core; without them it is n/a.",
 }
 
 

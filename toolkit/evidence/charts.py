@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -143,6 +144,31 @@ def order(
     body.append(text(right, bottom + 18, f"last run ({last + 1})", "small", "end"))
     body.append(text(left - 6, top - 8, "t/s", "small", "end"))
     return figure(WIDTH, bottom + _FOOT, "throughput over the order of the runs", body)
+
+
+def over_time(
+    name: str, seen: Mapping[str, Sequence[Mapping[str, Any]]], style: Mapping[str, Style], *, label: str
+) -> str | None:
+    """A series of the machine over the seconds of a test, a line per run; None when no run kept it."""
+    lines = [
+        (arm, [(i * one["every_s"], v) for i, v in enumerate(one[name]["values"]) if v is not None])
+        for arm, runs in seen.items()
+        for one in runs
+        if one.get(name) and "values" in one[name]
+    ]
+    if not lines:
+        return None
+    left, right, top, bottom = 44, _RIGHT, 22, 210
+    across = Scale.over([x for _, points in lines for x, _ in points], left, right)
+    up = Scale.over([y for _, points in lines for _, y in points], bottom, top)
+    body = [part for y, words in up.labels() for part in _level(left, right, y, words)]
+    for x, words in across.labels(5):
+        body.append(text(x, bottom + 16, words, "small", "end" if x > WIDTH - 20 else "middle"))
+    for arm, points in lines:
+        path = "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in points)
+        body.append(f'<path class="over-time {style[arm].css}" d="M{path}"/>')
+        body.append(marker(style[arm], across(points[-1][0]), up(points[-1][1]), css="pale"))
+    return figure(WIDTH, bottom + _FOOT, f"{label} over the time of a test", body)
 
 
 def roofline(roof: Roofline, rows: Sequence[Summary], style: Mapping[str, Style]) -> str | None:

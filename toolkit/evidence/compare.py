@@ -13,7 +13,19 @@ from toolkit import stats
 from toolkit.console import MIB
 from toolkit.errors import ResultsError
 from toolkit.evidence import doubts
-from toolkit.evidence.findings import Comparison, Findings, Roofline, Sample, Summary, Trend, average, samples
+from toolkit.evidence.findings import (
+    Comparison,
+    Findings,
+    Roofline,
+    Sample,
+    Summary,
+    Trend,
+    average,
+    greedy_equal,
+    samples,
+    stalls_of,
+)
+from toolkit.evidence.observed import observed_in
 from toolkit.results import Row, RunData, facts, require_same_facts
 from toolkit.stats import Verdict
 
@@ -59,10 +71,23 @@ def compare(runs: Sequence[RunData], baseline: str | None = None, *, effect: flo
             arm: outputs_of(baseline, kept[baseline], arm, kept[arm], [*failed[baseline], *failed[arm]])
             for arm in arms[1:]
         }
-        usable = [s for arm in arms if outputs.get(arm, (True, None))[0] is not False for s in kept[arm]]
+        # the disk here bounds no arm on other machines, and what such an arm reads here is no bound for the others
+        local = [arm for arm in arms if not builds.get(arm, {}).get("rpc")]
+        usable = [s for arm in local if outputs.get(arm, (True, None))[0] is not False for s in kept[arm]]
         roofline = _roofline(test, usable)
         rooflines += [roofline] if roofline else []
-        by_arm = {arm: _summary(arm, test, kept[arm], apart[arm], len(failed[arm]), roofline) for arm in arms}
+        by_arm = {
+            arm: _summary(
+                arm,
+                test,
+                builds.get(arm, {}),
+                kept[arm],
+                apart[arm],
+                len(failed[arm]),
+                roofline if arm in local else None,
+            )
+            for arm in arms
+        }
         summaries += by_arm.values()
         warnings += [w for arm in arms for w in doubts.of_samples(kept[arm])]
         if by_arm[baseline].mib_per_token == 0:
@@ -75,6 +100,7 @@ def compare(runs: Sequence[RunData], baseline: str | None = None, *, effect: flo
                 kept[arm],
                 drift=drift,
                 outputs=outputs[arm],
+                greedy_equal=greedy_equal(runs, baseline, arm),
                 same_build=_same_build(builds.get(baseline), builds.get(arm)),
                 effect=effect,
             )
@@ -88,6 +114,7 @@ def compare(runs: Sequence[RunData], baseline: str | None = None, *, effect: flo
         comparisons=tuple(comparisons),
         rooflines=tuple(rooflines),
         trends=tuple(trends),
+        stalls=stalls_of(runs),
         warnings=tuple(_ordered(warnings)),
     )
 
@@ -130,13 +157,17 @@ def _require_once(runs: Sequence[RunData]) -> None:
         paths[run.run_id] = run.path
 
 
+# What makes two arms the same thing; a slowdown on purpose is never that of an ordinary arm.
+_BUILD = ("wheel_sha256", "mode", "env", "config", "rpc", "injected_slowdown_percent")
+
+
 def _require_poolable(runs: Sequence[RunData]) -> dict[str, Row]:
     """The build of each arm, the same in all runs."""
     _require_once(runs)
     arms: dict[str, tuple[Path, Row]] = {}
     for run in runs:
         for name, arm in run.header["arms"].items():
-            build = {key: arm.get(key) for key in ("wheel_sha256", "mode", "env", "config")}
+            build = {key: arm.get(key) for key in _BUILD}
             path, first = arms.setdefault(name, (run.path, build))
             for key, value in build.items():
                 if value != first[key]:
@@ -146,6 +177,14 @@ def _require_poolable(runs: Sequence[RunData]) -> dict[str, Row]:
                         hint="compare the files one by one",
                     )
     return {name: build for name, (_, build) in arms.items()}
+
+
+def _injected_ratio(base: Summary, cand: Summary) -> float | None:
+    slowed = [s.injected_slowdown_percent for s in (base, cand)]
+    if not any(slowed):
+        return None
+    before, after = (1 + (percent or 0) / 100 for percent in slowed)
+    return before / after
 
 
 def _same_build(a: Row | None, b: Row | None) -> bool:
@@ -184,15 +223,23 @@ def _roofline(test: str, rows: Sequence[Sample]) -> Roofline | None:
 
 
 def _summary(
-    arm: str, test: str, rows: Sequence[Sample], apart: Sequence[Sample], n_failed: int, roofline: Roofline | None
+    arm: str,
+    test: str,
+    build: Row,
+    rows: Sequence[Sample],
+    apart: Sequence[Sample],
+    n_failed: int,
+    roofline: Roofline | None,
 ) -> Summary:
     ts = [float(s.row["avg_ts"]) for s in rows]
     block_means = [stats.mean([s.row["avg_ts"] for s in block]) for block in _blocks(rows).values()]
-    faults = average(rows, "major_faults")
+    faults, wait = average(rows, "major_faults"), average(rows, "io_wait_s")
     limit_ms = roofline.limit_ms if roofline else None
     return Summary(
         arm=arm,
         test=test,
+        servers=tuple(build.get("rpc") or ()),
+        injected_slowdown_percent=build.get("injected_slowdown_percent"),
         ts=tuple(ts),
         ts_mean=stats.mean(ts) if ts else None,
         ts_sd=stats.sample_sd(ts),
@@ -204,9 +251,14 @@ def _summary(
         p95_ms=average(rows, "p95_ms"),
         mib_per_token=average(rows, "mib_per_token"),
         mib_per_token_samples=tuple(s.row["mib_per_token"] for s in rows if s.row.get("mib_per_token") is not None),
-        read_amplification=average(rows, "read_amplification"),
+        # the bytes needed are needed elsewhere
+        read_amplification=None if build.get("rpc") else average(rows, "read_amplification"),
         major_faults_per_token=None if faults is None else faults / tokens(test),
+        io_wait_ms_per_token=None if wait is None else 1000 * wait / tokens(test),
+        io_wait_why=next((s.row["io_wait_why"] for s in rows if wait is None and s.row.get("io_wait_why")), None),
+        wire_bytes_per_token=average(rows, "wire_bytes_per_token"),
         limit_fraction=limit_ms / 1000 * stats.mean(ts) if ts and limit_ms is not None else None,
+        observed=observed_in([s.row for s in rows]),
     )
 
 
@@ -218,6 +270,7 @@ def _comparison(
     *,
     drift: stats.Drift | None,
     outputs: tuple[bool | None, str | None],
+    greedy_equal: bool | None,
     same_build: bool,
     effect: float | None,
 ) -> Comparison:
@@ -227,12 +280,13 @@ def _comparison(
     def column(blocks: Mapping[tuple[str, int], list[Sample]], name: str) -> list[list[float]]:
         return [[s.row[name] for s in blocks[block]] for block in shared]
 
-    found, needed, unpaired, method = None, None, None, "none (no block holds both arms)"
+    found, needed, detectable, unpaired, method = None, None, None, None, "none (no block holds both arms)"
     if shared:
         base_ts, cand_ts = column(base_blocks, "avg_ts"), column(cand_blocks, "avg_ts")
         bias = stats.drift_bias(drift, column(base_blocks, "position"), column(cand_blocks, "position"))
         found = stats.paired_ratio(base_ts, cand_ts, bias=bias)
         needed = None if effect is None else stats.blocks_needed(base_ts, cand_ts, effect)
+        detectable = stats.detectable_effect(base_ts, cand_ts)
         method = found.method
     elif base_rows and cand_rows:
         found = stats.unpaired_ratio([s.row["avg_ts"] for s in base_rows], [s.row["avg_ts"] for s in cand_rows])
@@ -249,18 +303,32 @@ def _comparison(
         n_blocks=len(shared),
         verdict=found.verdict if found and not void and equal is not False else Verdict.UNDECIDED,
         outputs_equal=equal,
+        greedy_equal=greedy_equal,
         baseline_mib_per_token=base.mib_per_token,
         candidate_mib_per_token=cand.mib_per_token,
         candidate_read_amplification=cand.read_amplification,
         candidate_limit_fraction=cand.limit_fraction,
+        baseline_io_wait_ms_per_token=base.io_wait_ms_per_token,
+        candidate_io_wait_ms_per_token=cand.io_wait_ms_per_token,
+        io_wait_ratio=_over(cand.io_wait_ms_per_token, base.io_wait_ms_per_token),
+        baseline_servers=base.servers,
+        candidate_servers=cand.servers,
+        baseline_wire_bytes_per_token=base.wire_bytes_per_token,
+        candidate_wire_bytes_per_token=cand.wire_bytes_per_token,
         method=method,
         drift_per_run=drift.slope if drift is not None and drift.significant else None,
         output_difference=difference,
         void=void,
         same_build=same_build,
+        injected_ratio=_injected_ratio(base, cand),
         unpaired=unpaired,
         blocks_needed=needed,
+        detectable_effect=detectable,
     )
+
+
+def _over(value: float | None, base: float | None) -> float | None:
+    return None if value is None or not base else value / base
 
 
 def _void(rows: Sequence[Sample]) -> str | None:

@@ -13,6 +13,8 @@ _BUDGET_TOLERANCE = 0.01
 # Long reads may beat the measured random ones by some; far above it a count or the measurement is wrong.
 _BANDWIDTH_TOLERANCE = 1.5
 
+_POWER = {"governor": "the CPU governor", "profile": "the firmware's power profile", "on_battery": "being on battery"}
+
 
 def of_run(run: RunData) -> list[str]:
     """What is missing in a file, and what its checks said."""
@@ -73,6 +75,10 @@ def of_samples(samples: Sequence[Sample]) -> list[str]:
             found.append(f"{s.label}: no memory limit was in force, the budget was {wanted / 2**30:.2f} GiB")
         elif wanted and got and abs(got - wanted) > _BUDGET_TOLERANCE * wanted:
             found.append(f"{s.row['arm']}: the memory budget was {got / 2**30:.2f} GiB, not {wanted / 2**30:.2f} GiB")
+        before, after = s.row.get("power_before") or {}, s.row.get("power_after") or {}
+        for name, words in _POWER.items():
+            if before.get(name) != after.get(name):
+                found.append(f"{s.label}: {words} changed from {before.get(name)} to {after.get(name)} meanwhile")
         disk, mib = s.row.get("disk_mib_s"), s.row.get("mib_per_token")
         if disk and mib and mib * s.row["avg_ts"] > _BANDWIDTH_TOLERANCE * disk:
             found.append(f"{s.row['arm']} {s.row['test']}: read faster than the measured disk, measure it again")

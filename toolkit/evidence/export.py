@@ -23,7 +23,7 @@ from toolkit.evidence.compare import outputs_of, tokens
 from toolkit.evidence.findings import Sample, average, samples
 from toolkit.evidence.llama_bench import BOOL, CONFIGURATION, FIELDS, INT, REAL, SAMPLES, TEXT, test_name
 from toolkit.evidence.report import markdown_table, number
-from toolkit.results import Row, RunData, machine_facts
+from toolkit.results import Row, RunData, facts, injected_slowdown_percent, machine_facts
 from toolkit.stats import mean, outliers, sample_sd
 
 # What every run here sets, or leaves at the default that llama-bench shows; a row's own field comes first.
@@ -68,6 +68,8 @@ OURS: dict[str, type] = {
     "n_failed": INT,
     "n_outliers": INT,
     "outputs_equal": BOOL,
+    "injected_slowdown_percent": REAL,
+    "process": TEXT,
     "cold": BOOL,
     "budget_bytes": INT,
     "budget_method": TEXT,
@@ -112,11 +114,12 @@ def _kept(run: RunData, arm: str, test: str) -> tuple[list[Sample], list[Sample]
 
 def _commits(runs: Sequence[RunData]) -> dict[tuple[str, str], str]:
     """`0c1e57098+hint=` by run and arm: of one length, and without a character that SQL or a shell would read."""
-    names = {
-        (run.run_id, arm): f"{str(run.header.get('pin', 'unknown'))[:9]}+{quote(arm, safe='')}"
-        for run in runs
-        for arm in dict.fromkeys(s["arm"] for s in run.samples)
-    }
+
+    def name(run: RunData, arm: str) -> str:
+        slowed = "" if injected_slowdown_percent(run.header, arm) is None else "-slowed-on-purpose"
+        return f"{str(run.header.get('pin', 'unknown'))[:9]}+{quote(arm, safe='')}{slowed}"
+
+    names = {(run.run_id, arm): name(run, arm) for run in runs for arm in dict.fromkeys(s["arm"] for s in run.samples)}
     width = max((len(name) for name in names.values()), default=0)
     return {key: name.ljust(width, "=") for key, name in names.items()}
 
@@ -164,6 +167,8 @@ def _row(run: RunData, arm: str, test: str, kept: Sequence[Sample], failed: Sequ
         "n_failed": len(failed),
         "n_outliers": len(outliers(ts)),
         "outputs_equal": _outputs_equal(run, arm, test, kept, failed),
+        "injected_slowdown_percent": injected_slowdown_percent(header, arm),
+        "process": facts(run, last).get("process"),
         "cold": kept[-1].cold,
         "budget_bytes": plan.get("budget_bytes"),
         "budget_method": plan.get("budget_method"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolkit.bench.stalls import Stall, find
+from toolkit.evidence.observed import Observed
 from toolkit.results import Row, RunData, facts
 from toolkit.stats import BlocksNeeded, Drift, Verdict, mean
 
@@ -40,6 +42,8 @@ class Summary:
 
     arm: str
     test: str
+    servers: tuple[str, ...]  # HOST:PORT of the RPC servers that hold its layers; none: it is local
+    injected_slowdown_percent: float | None  # its spans were made longer on purpose
     ts: tuple[float, ...]  # throughput of each sample in run order, t/s
     ts_mean: float | None
     ts_sd: float | None  # n - 1
@@ -53,7 +57,11 @@ class Summary:
     mib_per_token_samples: tuple[float, ...]
     read_amplification: float | None
     major_faults_per_token: float | None
+    io_wait_ms_per_token: float | None  # in which the thread that runs the graph was blocked
+    io_wait_why: str | None  # why that is not known
+    wire_bytes_per_token: float | None  # sent to and received from the servers; None for a local arm
     limit_fraction: float | None  # the roofline's time per token over the measured one
+    observed: Observed | None  # what the machine did meanwhile; None when it was not watched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +103,27 @@ class Comparison:
     n_blocks: int  # blocks in which both arms have a sample
     verdict: Verdict
     outputs_equal: bool | None
+    greedy_equal: bool | None  # whether the check's own continuations of the forced tokens are the baseline's
     baseline_mib_per_token: float | None
     candidate_mib_per_token: float | None
     candidate_read_amplification: float | None
     candidate_limit_fraction: float | None
+    baseline_io_wait_ms_per_token: float | None
+    candidate_io_wait_ms_per_token: float | None
+    io_wait_ratio: float | None  # candidate over baseline
+    baseline_servers: tuple[str, ...]  # of RPC; none: the arm is local
+    candidate_servers: tuple[str, ...]
+    baseline_wire_bytes_per_token: float | None
+    candidate_wire_bytes_per_token: float | None
     method: str
     drift_per_run: float | None  # only when significant
     output_difference: str | None  # what the check said
     void: str | None  # why the candidate is not a measurement of itself
     same_build: bool  # A/A: both names stand for the same wheel and environment
+    injected_ratio: float | None  # what slowdowns injected on purpose make of the ratio by themselves
     unpaired: tuple[int, int] | None  # values of baseline and candidate when no block holds both
     blocks_needed: BlocksNeeded | None  # only when an effect was asked for
+    detectable_effect: float | None  # that blocks of this number and spread find with 80 % power, as a fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +135,7 @@ class Findings:
     comparisons: tuple[Comparison, ...]
     rooflines: tuple[Roofline, ...]
     trends: tuple[Trend, ...]
+    stalls: tuple[Stall, ...] | None  # None when no row holds the times of its tokens
     warnings: tuple[str, ...]
 
 
@@ -129,3 +148,26 @@ def average(rows: Sequence[Sample], name: str) -> float | None:
     """Mean of a field over the samples that have it; None when none has."""
     values = [s.row[name] for s in rows if s.row.get(name) is not None]
     return mean(values) if values else None
+
+
+def greedy_equal(runs: Sequence[RunData], a: str, b: str) -> bool | None:
+    """Whether two arms go on alike from the forced tokens, by checks of both against the plan's first arm.
+
+    None when one was not checked so, and when neither went on as the first arm: then they may be alike.
+    """
+    said = {arm: [c["greedy_equal"] for c in _checks(runs, arm) if c.get("greedy_equal") is not None] for arm in (a, b)}
+    if not said[a] or not said[b]:
+        return None
+    as_first = all(said[a]), all(said[b])
+    return all(as_first) if any(as_first) else None
+
+
+def _checks(runs: Sequence[RunData], arm: str) -> list[Row]:
+    return [check for run in runs for check in run.checks if check["arm"] == arm]
+
+
+def stalls_of(runs: Sequence[RunData]) -> tuple[Stall, ...] | None:
+    """All stalls of the runs; None when no row holds the times of its tokens."""
+    if not any(row.get("token_ms") for run in runs for row in run.samples):
+        return None
+    return tuple(stall for run in runs for stall in find(run.samples))

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 from xml.sax.saxutils import escape
 
 from toolkit import __version__
-from toolkit.evidence import charts, doubts, setting, timeline
+from toolkit.bench.stalls import count
+from toolkit.bench.stalls import sentence as stall_sentence
+from toolkit.evidence import charts, doubts, observed, setting, timeline
 from toolkit.evidence.findings import Findings, Sample, samples
 from toolkit.evidence.html_style import CSS
 from toolkit.evidence.report import conditions, number, percent, statements, table
-from toolkit.evidence.svg import Style, figure, marker, styles
+from toolkit.evidence.svg import HATCH, Style, figure, marker, styles
 
 _PHASES = {"pp": "prefill", "tg": "decode"}
 _CLASSES = {"faster": "faster", "slower": "slower", "void": "void", "outputs differ": "void"}
@@ -43,11 +45,7 @@ def page(sections: Sequence[Findings]) -> str:
 
 
 # Referred to by the charts' style; a picture of no size.
-_HATCH = (
-    '<svg width="0" height="0" aria-hidden="true" style="position:absolute"><defs>'
-    '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-    '<path class="hatching" d="M0 0V5"/></pattern></defs></svg>'
-)
+_HATCH = f'<svg width="0" height="0" aria-hidden="true" style="position:absolute"><defs>{HATCH}</defs></svg>'
 
 
 def _section(found: Findings, *, numbered: bool) -> str:
@@ -58,14 +56,29 @@ def _section(found: Findings, *, numbered: bool) -> str:
     parts += [f'<p class="dim">{escape(words)}</p>' for words in conditions(found)]
     parts.append(_list(statements(found)))
     parts.append(_table(*table(found)))
+    headings, rows = observed.table(found.summaries)
+    if rows:
+        parts += ["<h3>The machine meanwhile</h3>", _table(headings, rows)]
     for test in dict.fromkeys(s.test for s in found.summaries):
         parts += [f"<h3>{escape(test)}: {_PHASES.get(test[:2], 'run')}</h3>", _charts(found, test, style)]
     if found.warnings:
         parts += ["<h3>Before you believe it</h3>", _list(found.warnings)]
+    if found.stalls is not None:
+        lines = [stall_sentence(stall) for stall in found.stalls]
+        told = f"<details><summary>Each of them</summary>{_list(lines)}</details>" if lines else ""
+        parts += ["<h3>Stalls</h3>", f"<p>{count(found.stalls)}</p>", told]
     parts.append("<h3>Conditions</h3>")
     parts += [_table(["", run.path.name], setting.rows(run), wrap=True) for run in found.runs]
     parts += ["<details><summary>Every run</summary>", _runs(found), "</details>", "</section>"]
     return "\n".join(parts)
+
+
+# Of the series that a run keeps with --series.
+_OVER_TIME = (
+    ("disk_util_percent", "Disk utilisation", "Per cent"),
+    ("gpu_util_percent", "GPU utilisation", "Per cent, the busiest GPU,"),
+    ("cpu_mhz", "CPU clock", "MHz"),
+)
 
 
 def _charts(found: Findings, test: str, style: dict[str, Style]) -> str:
@@ -113,10 +126,16 @@ def _charts(found: Findings, test: str, style: dict[str, Style]) -> str:
             arm: f"{arm}: {percent(s.limit_fraction)}" for arm, s in shown.items() if s.limit_fraction is not None
         }
         figures.append(_figure("Roofline", picture, caption, _key(style, {arm: arm for arm in shown} | shares)))
-    for arm in shown:
-        if entries := timeline.layers(kept[arm]):
-            caption = f"{timeline.summary(entries)}. Full: computing; hatched: waiting; bar: reading; ▾: late reads."
-            figures.append(_figure(f"Time by layer: {arm}", timeline.chart(entries), caption))
+    seen = {arm: [x.row["observed"] for x in kept[arm] if x.row.get("observed")] for arm in shown}
+    for name, title, unit in _OVER_TIME:
+        caption = f"{unit} over the seconds of the test; one line per run, its end marked."
+        picture = charts.over_time(name, seen, style, label=title)
+        figures.append(_figure(title, picture, caption, key))
+    timelines = timeline.by_arm(found, test)
+    for arm, entries in timelines.items():
+        body, height = timeline.draw(entries, charts.WIDTH, list(timelines.values()))
+        picture = figure(charts.WIDTH, height, f"time by layer, {len(entries)} layers", body)
+        figures.append(_figure(f"Time by layer: {arm}", picture, f"{timeline.summary(entries)}. {timeline.KEY}."))
     return '<div class="charts">' + "\n".join(f for f in figures if f) + "</div>"
 
 

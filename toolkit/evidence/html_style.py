@@ -45,10 +45,13 @@ svg .over { paint-order: stroke; stroke: var(--back); stroke-width: 4px; stroke-
 .whisker { fill: none; stroke: var(--c); stroke-width: 2; } .mean { stroke: var(--c); stroke-width: 3; }
 .dashed { stroke-width: 2; stroke-dasharray: 3 2; } .stroke { stroke: var(--c); stroke-opacity: .3; fill: none; }
 .box { fill: var(--c); fill-opacity: .25; stroke: var(--c); } .trend { stroke: var(--c); stroke-opacity: .6; }
+.over-time { fill: none; stroke: var(--c); stroke-opacity: .7; stroke-width: 1.5; }
 .roof { fill: none; stroke: currentColor; stroke-width: 2; } .base { stroke: currentColor; stroke-dasharray: 4 3; }
 .gap { stroke: var(--c); stroke-opacity: .6; stroke-dasharray: 1 3; }
-.compute { fill: var(--c1); } .wait { fill: url(#hatch); stroke: var(--c2); stroke-width: .75; }
+.compute { fill: var(--c1); } .wait, .late { fill: url(#hatch); stroke: var(--c2); stroke-width: .75; }
+.asking { fill: var(--c0); fill-opacity: .25; stroke: var(--c0); stroke-width: .75; } .amount { fill: var(--c0); }
 .hatching { stroke: var(--c2); stroke-width: 2; } .reading { stroke: currentColor; stroke-width: 2; }
+.halo { stroke: var(--back); stroke-width: 4; }
 
 @media print {
   @page { margin: 14mm; }

@@ -1,4 +1,4 @@
-"""Findings as one SVG file: per test, throughput of each arm beside the MiB that it reads per token."""
+"""Findings as one SVG file: throughput and reads of every arm, or where the time of each layer went."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import textwrap
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
+from toolkit.errors import ResultsError
+from toolkit.evidence import timeline
 from toolkit.evidence.findings import Comparison, Findings, Summary
 from toolkit.evidence.report import conditions, number, ratio_text, verdict_text
-from toolkit.evidence.svg import text, ticks
+from toolkit.evidence.svg import HATCH, text, ticks
 from toolkit.stats import Verdict
 
 _WIDTH = 880
@@ -29,16 +31,25 @@ svg { color: #1f2328; font: 13px system-ui, sans-serif; }
 .even { fill: #6e7781; stroke: #6e7781; } .faster { fill: #0072b2; stroke: #0072b2; }
 .slower { fill: #d55e00; stroke: #d55e00; }
 .raw { fill-opacity: .35; stroke: none; }
+.compute { fill: #0072b2; } .wait, .late { fill: url(#hatch); stroke: #c04e00; stroke-width: .75; }
+.asking { fill: #6e7781; fill-opacity: .25; stroke: #6e7781; stroke-width: .75; } .amount { fill: #6e7781; }
+.hatching { stroke: #c04e00; stroke-width: 2; } .reading { stroke: currentColor; stroke-width: 2; }
+.halo { stroke: #ffffff; stroke-width: 4; }
 @media (prefers-color-scheme: dark) {
   svg { color: #e6edf3; } .back { fill: #0d1117; } .even { fill: #9198a1; stroke: #9198a1; }
   .faster { fill: #56b4e9; stroke: #56b4e9; } .slower { fill: #ff8c42; stroke: #ff8c42; }
   .raw { stroke: none; }
+  .compute { fill: #56b4e9; } .wait, .late, .hatching { stroke: #ff8c42; }
+  .asking { fill: #9198a1; stroke: #9198a1; } .amount { fill: #9198a1; } .halo { stroke: #0d1117; }
 }
 """
 
 
 def chart(findings: Findings) -> str:
-    """A self-contained SVG document; whiskers are 95 % intervals of the mean, pale dots single runs."""
+    """Per test, throughput of each arm beside the MiB that it reads per token, as a self-contained SVG document.
+
+    Whiskers are 95 % intervals of the mean, pale dots single runs.
+    """
     tests = list(dict.fromkeys(s.test for s in findings.summaries))
     body: list[str] = []
     y = 12
@@ -50,17 +61,52 @@ def chart(findings: Findings) -> str:
     notes = ["pale dots: single runs; whiskers: 95 % interval of the mean over blocks; dashed: baseline"]
     if any(s.outliers for s in findings.summaries):
         notes = [f"{notes[0]}; ring: outlier, kept"]
-    for line in (part for words in [*conditions(findings), *notes] for part in textwrap.wrap(words, 130)):
+    title = f"Throughput and reads of {', '.join(dict.fromkeys(s.arm for s in findings.summaries))}"
+    return _document(title, body, y, [*conditions(findings), *notes])
+
+
+def timelines(findings: Findings) -> str:
+    """Per test and arm, where the time of each layer went, as a self-contained SVG document.
+
+    The arms of a test have one scale. Raises ResultsError when no row has a timeline.
+    """
+    body: list[str] = []
+    y = 12.0
+    for test in dict.fromkeys(s.test for s in findings.summaries):
+        by_arm = timeline.by_arm(findings, test)
+        for arm, layers in by_arm.items():
+            parts, height = timeline.draw(layers, _WIDTH - 24, list(by_arm.values()))
+            body += [
+                text(12, y + 14, f"{test}: {_phase(test)}{arm}, mean of its runs", "head"),
+                text(12, y + 32, timeline.summary(layers), "small"),
+                f'<g transform="translate(12 {y + 36:.0f})">',
+                *parts,
+                "</g>",
+            ]
+            y += 36 + height + 18
+    if not body:
+        raise ResultsError(
+            "no row says where the time of each layer went",
+            where=", ".join(str(run.path) for run in findings.runs),
+            hint="measure a patched arm with it: moe-madv bench run MODEL --timeline",
+        )
+    return _document("Time by layer", body, y, [*conditions(findings), timeline.KEY])
+
+
+def _document(title: str, body: Sequence[str], y: float, notes: Sequence[str]) -> str:
+    """The file: a picture that is `y` high and the notes below it."""
+    body = list(body)
+    for line in (part for words in notes for part in textwrap.wrap(words, 130)):
         body.append(text(12, y, line, "small"))
         y += 16
-    title = f"Throughput and reads of {', '.join(dict.fromkeys(s.arm for s in findings.summaries))}"
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" role="img" '
-            f'width="{_WIDTH}" height="{y}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y:.0f}" role="img" '
+            f'width="{_WIDTH}" height="{y:.0f}">',
             f"<title>{escape(title)}</title>",
             f"<style>{_STYLE}</style>",
-            f'<rect class="back" width="{_WIDTH}" height="{y}"/>',
+            f"<defs>{HATCH}</defs>",
+            f'<rect class="back" width="{_WIDTH}" height="{y:.0f}"/>',
             *body,
             "</svg>\n",
         ]
@@ -78,8 +124,7 @@ def _panels(test: str, rows: Sequence[Summary], found: dict[str, Comparison], y:
     reads_top = max((v for s in rows for v in s.mib_per_token_samples), default=0.0)
     left, right = _Axis(_LABELS, _PANEL, ticks(speed_top)), _Axis(*_RIGHT, ticks(reads_top))
     top, bottom = y + _HEAD, y + _HEAD + len(rows) * _ROW
-    phase = {"pp": "prefill, ", "tg": "decode, "}.get(test[:2], "")
-    body += left.frame(f"{test}: {phase}t/s", top, bottom) + right.frame("MiB read per token", top, bottom)
+    body += left.frame(f"{test}: {_phase(test)}t/s", top, bottom) + right.frame("MiB read per token", top, bottom)
     for i, s in enumerate(rows):
         middle = top + i * _ROW + _ROW / 2
         c = found.get(s.arm)
@@ -98,6 +143,10 @@ def _panels(test: str, rows: Sequence[Summary], found: dict[str, Comparison], y:
             body += right.series(s.mib_per_token_samples, s.mib_per_token, None, middle, "even", ())
             body.append(text(_RIGHT[0] + _RIGHT[1] + 8, middle + 4, number(s.mib_per_token), "small"))
     return body
+
+
+def _phase(test: str) -> str:
+    return {"pp": "prefill, ", "tg": "decode, "}.get(test[:2], "")
 
 
 class _Axis:

@@ -19,6 +19,12 @@ _CORNERS: dict[str, tuple[tuple[float, float], ...]] = {
 }
 COLOURS = 7
 
+# Filled by its id; the class of its line holds the colour.
+HATCH = (
+    '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<path class="hatching" d="M0 0V5"/></pattern>'
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Style:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from toolkit.console import MIB
 from toolkit.errors import ResultsError
-from toolkit.evidence.findings import Sample
+from toolkit.evidence import doubts
+from toolkit.evidence.findings import Findings, Sample, samples
 from toolkit.evidence.report import number, percent
-from toolkit.evidence.svg import Scale, figure, line, text, ticks
+from toolkit.evidence.svg import Scale, line, text, ticks
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 480, 44, 466, 26, 190
+_LEFT, _RIGHT, _TOP, _GAP, _FOOT = 44, 14, 26, 26, 36
 
-_FIELDS = ("wait_ms", "read_ms", "compute_ms", "bytes", "late", "in_time")
+_FIELDS = ("hint_ms", "wait_ms", "read_ms", "compute_ms", "bytes", "late", "in_time")
+
+KEY = (
+    "Full: computing; light: asking for reads; hatched: waiting for them; height: all of it. "
+    "Bar: from asking to the last read. ▾: late reads"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +28,27 @@ class Layer:
     """Means over runs; a field that no row has is 0."""
 
     layer: int
+    hint_ms: float  # in the node hook: looking for pages and asking for reads
     wait_ms: float  # of the compute threads, for reads of this layer
-    read_ms: float  # of the slowest read worker, beside the computing
+    read_ms: float  # from asking to the end of the last read, beside the computing
     compute_ms: float
     bytes: float
     late: float  # reads that came after they were needed
     in_time: float
+
+    @property
+    def total_ms(self) -> float:
+        return self.hint_ms + self.compute_ms + self.wait_ms
+
+
+def by_arm(found: Findings, test: str) -> dict[str, list[Layer]]:
+    """The timeline of each arm that has one in a test; none of an arm whose outputs differ."""
+    wrong = {c.candidate for c in found.comparisons if c.test == test and c.outputs_equal is False}
+    timelines = {}
+    for arm in (s.arm for s in found.summaries if s.test == test and s.arm not in wrong):
+        kept, _, _ = doubts.planned_state([s for s in samples(found.runs, arm, test) if s.row["status"] == "ok"])
+        timelines[arm] = layers(kept)
+    return {arm: entries for arm, entries in timelines.items() if entries}
 
 
 def layers(samples: Sequence[Sample]) -> list[Layer]:
@@ -53,42 +74,99 @@ def _is_layer(entry: object) -> bool:
     )
 
 
-def chart(timeline: Sequence[Layer]) -> str:
-    """Per layer: compute and wait stacked, the reads beside them as a mark, a sign over layers with late reads."""
-    most = max((max(entry.wait_ms + entry.compute_ms, entry.read_ms) for entry in timeline), default=0.0)
-    scale = Scale(ticks(most), _BOTTOM, _TOP)
-    step = (_RIGHT - _LEFT) / len(timeline)
-    width = max(step * 0.7, 1.0)
-    body = []
-    for y, words in scale.labels(6):
-        body += [line(_LEFT, y, _RIGHT, y, "grid"), text(_LEFT - 6, y + 4, words, "small", "end")]
-    body.append(text(_LEFT - 6, _TOP - 12, "ms", "small", "end"))
-    body.append(text(_RIGHT, _BOTTOM + 30, "layer", "small", "end"))
-    every = math.ceil(len(timeline) / 12)
-    for i, entry in enumerate(timeline):
-        x = _LEFT + step * (i + 0.5)
-        base, middle, top = scale(0), scale(entry.compute_ms), scale(entry.compute_ms + entry.wait_ms)
-        body.append(_bar("compute", x, width, base, middle))
-        body.append(_bar("wait", x, width, middle, top))
-        if entry.read_ms:
-            body.append(line(x - step * 0.45, scale(entry.read_ms), x + step * 0.45, scale(entry.read_ms), "reading"))
-        if entry.late:
-            body.append(text(x, min(top, scale(entry.read_ms)) - 4, "▾", "small", "middle"))
-        if i % every == 0:
-            body.append(text(x, _BOTTOM + 16, str(entry.layer), "small", "middle"))
-    return figure(_WIDTH, _BOTTOM + 36, f"time by layer, {len(timeline)} layers", body)
+@dataclass(frozen=True, kw_only=True)
+class _Strip:
+    """One row of bars over the layers: classes and values of what is stacked, from below."""
+
+    unit: str
+    height: float
+    parts: tuple[tuple[str, Callable[[Layer], float]], ...]
+
+    def top(self, timeline: Iterable[Layer]) -> float:
+        return max((sum(value(entry) for _, value in self.parts) for entry in timeline), default=0.0)
 
 
-def _bar(css: str, x: float, width: float, low: float, high: float) -> str:
-    return f'<rect class="{css}" x="{x - width / 2:.1f}" y="{high:.1f}" width="{width:.1f}" height="{low - high:.1f}"/>'
+_TIME = _Strip(
+    unit="ms, all tokens together",
+    height=164,
+    parts=(
+        ("asking", lambda e: e.hint_ms),
+        ("compute", lambda e: e.compute_ms),
+        ("wait", lambda e: e.wait_ms),
+    ),
+)
+_AMOUNTS = (
+    _Strip(unit="MiB read", height=48, parts=(("amount", lambda e: e.bytes / MIB),)),
+    _Strip(unit="reads, hatched: late", height=48, parts=(("amount", lambda e: e.in_time), ("late", lambda e: e.late))),
+)
+
+
+def draw(timeline: Sequence[Layer], width: float, like: Sequence[Sequence[Layer]]) -> tuple[list[str], float]:
+    """The parts of a chart and its height: time by layer, below it bytes and reads where they were counted.
+
+    The timelines of `like` are drawn to one scale.
+    """
+    everything = [entry for one in (*like, timeline) for entry in one]
+    step = (width - _RIGHT - _LEFT) / len(timeline)
+    body: list[str] = []
+    y = float(_TOP)
+    for strip in (_TIME, *_AMOUNTS):
+        if strip is not _TIME and strip.top(timeline) == 0:
+            continue
+        most = strip.top(everything)
+        if strip is _TIME:
+            most = max(most, *(entry.read_ms for entry in everything))
+        scale = Scale(ticks(most), y + strip.height, y)
+        body += _frame(strip, scale, width)
+        for i, entry in enumerate(timeline):
+            x = _LEFT + step * (i + 0.5)
+            body += _bars(strip, scale, entry, x, max(step * 0.7, 1.0))
+            if strip is _TIME:
+                body += _reading(scale, entry, x, step)
+        y += strip.height + _GAP
+    bottom = y - _GAP
+    for i in range(0, len(timeline), math.ceil(len(timeline) / 12)):
+        body.append(text(_LEFT + step * (i + 0.5), bottom + 16, str(timeline[i].layer), "small", "middle"))
+    body.append(text(width - _RIGHT, bottom + 30, "layer", "small", "end"))
+    return body, bottom + _FOOT
+
+
+def _frame(strip: _Strip, scale: Scale, width: float) -> list[str]:
+    parts = [text(_LEFT, scale.end - 8, strip.unit, "small")]
+    for y, words in scale.labels(6 if strip is _TIME else 3):
+        parts += [line(_LEFT, y, width - _RIGHT, y, "grid"), text(_LEFT - 6, y + 4, words, "small", "end")]
+    return parts
+
+
+def _bars(strip: _Strip, scale: Scale, entry: Layer, x: float, width: float) -> list[str]:
+    parts, low = [], 0.0
+    for css, value in strip.parts:
+        high = low + value(entry)
+        if high > low:
+            place = f'x="{x - width / 2:.1f}" y="{scale(high):.1f}"'
+            parts.append(f'<rect class="{css}" {place} width="{width:.1f}" height="{scale(low) - scale(high):.1f}"/>')
+        low = high
+    return parts
+
+
+def _reading(scale: Scale, entry: Layer, x: float, step: float) -> list[str]:
+    """The time that the layer's reads took, and a sign when some came late."""
+    reading = scale(entry.read_ms)
+    ends = (x - step * 0.45, reading, x + step * 0.45, reading)
+    parts = [line(*ends, "halo"), line(*ends, "reading")] if entry.read_ms else []
+    if entry.late:
+        parts.append(text(x, min(scale(entry.total_ms), reading) - 4, "▾", "small", "middle"))
+    return parts
 
 
 def summary(timeline: Sequence[Layer]) -> str:
     """The totals of a timeline in words."""
     late, reads = sum(e.late for e in timeline), sum(e.late + e.in_time for e in timeline)
+    asking = sum(e.hint_ms for e in timeline)
     parts = [
         f"{len(timeline)} layers",
         f"computing {number(sum(e.compute_ms for e in timeline))} ms",
+        f"asking {number(asking)} ms" if asking else "",
         f"waiting {number(sum(e.wait_ms for e in timeline))} ms",
         f"reading {number(sum(e.read_ms for e in timeline))} ms",
         f"{number(sum(e.bytes for e in timeline) / MIB)} MiB",
