@@ -79,13 +79,17 @@ int ggml_moe_cache::add(std::vector<ggml_moe_cache_part> parts, int64_t n_expert
         pool->slot_size = slot_size;
     }
 
-    // addresses for all of the layer's experts; memory comes as they are read, within the budget
-    void * region = os.memory_reserve(slot_size*n_expert);
-    if (region == nullptr) {
+    // addresses for all of the layer's experts, those of layers that have gone first; memory comes as they are read,
+    // within the budget
+    const size_t n_new  = pool->n_experts + n_expert - std::min(pool->slots.size(), pool->n_experts + n_expert);
+    void *       region = n_new == 0 ? nullptr : os.memory_reserve(slot_size*n_new);
+    if (n_new > 0 && region == nullptr) {
         return -ENOMEM;
     }
-    pool->regions.push_back({ region, slot_size*n_expert });
-    for (int64_t i = 0; i < n_expert; i++) {
+    if (n_new > 0) {
+        pool->regions.push_back({ region, slot_size*n_new });
+    }
+    for (size_t i = 0; i < n_new; i++) {
         pool->slots.emplace_back();
         pool->slots.back().data = (char *) region + i*slot_size;
         pool->spare.push_back(&pool->slots.back());
@@ -110,9 +114,6 @@ int ggml_moe_cache::add(std::vector<ggml_moe_cache_part> parts, int64_t n_expert
 void ggml_moe_cache::remove(ggml_moe_range range) {
     std::unique_lock<std::mutex> lock(mutex);
 
-    // a guess reads a router's weights, which may go with the range
-    guesses.clear();
-    ready.wait(lock, [&] { return n_guessing == 0; });
 
     for (auto it = layers.begin(); it != layers.end();) {
         ggml_moe_cache_layer & layer = *it->second;
@@ -209,7 +210,9 @@ void ggml_moe_cache::trim(ggml_moe_cache_pool & pool) {
     while (pool.n_held > pool.n_max && !pool.free.empty()) {
         ggml_moe_cache_slot * slot = pool.free.back();
         pool.free.pop_back();
-        os.memory_discard(slot->data, pool.slot_size);
+        if (os.memory_discard(slot->data, pool.slot_size) != 0) {
+            counters.add(GGML_MOE_PREFETCH_COUNTER_ERRORS);
+        }
         pool.spare.push_back(slot);
         pool.n_held--;
     }
@@ -325,6 +328,12 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
 
     const uint32_t max_failed = 16; // after which a layer is left to the mapping
 
+    // short of memory is found out before anything is pinned
+    plan.order.reserve(layer.slots.size());
+    plan.slots.reserve(ids.distinct.size());
+    incomplete.reserve(ids.distinct.size());
+    missing.reserve(ids.distinct.size());
+
     std::unique_lock<std::mutex> lock(mutex);
     touch(layer, ids);
     cancel(layer, ids);
@@ -359,8 +368,13 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
     // what was queued to be read ahead is wanted now
     if (!incomplete.empty()) {
         std::deque<job> later;
-        for (const job & job : early) {
-            (std::find(incomplete.begin(), incomplete.end(), job.slot) != incomplete.end() ? demand : later).push_back(job);
+        for (job & job : early) {
+            if (std::find(incomplete.begin(), incomplete.end(), job.slot) == incomplete.end()) {
+                later.push_back(job);
+                continue;
+            }
+            job.guess = false;
+            demand.push_back(job);
         }
         early = std::move(later);
     }
@@ -513,6 +527,12 @@ void ggml_moe_cache::foresee(uintptr_t begin, std::function<std::vector<int32_t>
     }
 }
 
+void ggml_moe_cache::settle() {
+    std::unique_lock<std::mutex> lock(mutex);
+    guesses.clear();
+    ready.wait(lock, [&] { return n_guessing == 0; });
+}
+
 void ggml_moe_cache::drop_ahead() {
     std::lock_guard<std::mutex> lock(mutex);
     for (auto & pool : pools) {
@@ -621,7 +641,7 @@ void ggml_moe_cache::follow(std::unique_lock<std::mutex> & lock) {
     std::vector<int32_t> experts;
     try {
         experts = next.select();
-    } catch (const std::bad_alloc &) {
+    } catch (const std::exception &) {
         // no guess then
     }
     lock.lock();
@@ -632,7 +652,7 @@ void ggml_moe_cache::follow(std::unique_lock<std::mutex> & lock) {
         ahead(*it->second, experts, true);
         it->second->foreseen = std::move(experts);
     }
-    ready.notify_all(); // for `remove`
+    ready.notify_all(); // for `settle`
 }
 
 ggml_moe_cache_state ggml_moe_cache::read_part(const job & job) {

@@ -171,6 +171,9 @@ struct ggml_moe_cache {
     // layer that starts at `begin`; it runs on a reader that has no demand, and is over when the layer is removed
     void foresee(uintptr_t begin, std::function<std::vector<int32_t>()> select);
 
+    // no guess is under way and none will be made before the next `foresee`
+    void settle();
+
     // a new graph: what was read ahead and never asked for may go
     void drop_ahead();
 

@@ -168,6 +168,9 @@ std::vector<ggml_moe_range> ggml_moe_always_used(const ggml_cgraph * cgraph, int
     std::vector<ggml_moe_range> found;
     for (int i = i0; i < i1; i++) {
         const ggml_tensor * node = cgraph->nodes[i];
+        if (node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE) {
+            continue; // reads nothing
+        }
         for (int k = 0; k < GGML_MAX_SRC; k++) {
             const ggml_tensor * src = node->src[k];
             const bool by_row    = node->op == GGML_OP_GET_ROWS   && k == 0;
@@ -175,10 +178,8 @@ std::vector<ggml_moe_range> ggml_moe_always_used(const ggml_cgraph * cgraph, int
             if (src == nullptr || by_row || by_expert) {
                 continue;
             }
-            if (src->view_src != nullptr) {
-                src = src->view_src;
-            }
-            if (src->op != GGML_OP_NONE || !ggml_moe_in_host_memory(src)) {
+            const ggml_tensor * whole = src->view_src != nullptr ? src->view_src : src;
+            if (whole->op != GGML_OP_NONE || !ggml_moe_in_host_memory(whole)) {
                 continue;
             }
             const ggml_moe_range range = ggml_moe_tensor_range(src);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <system_error>
 #include <thread>
 
 //
@@ -139,7 +141,8 @@ static void ggml_moe_lock(ggml_moe_prefetch_state & state, const ggml_moe_os & o
         return;
     }
     // more than half of the memory would leave too little for the experts
-    if (held + range.size() > std::min(state.params.lock_bytes, os.memory_available()/2)) {
+    const uint64_t available = os.memory_available();
+    if (held + range.size() > std::min<uint64_t>(state.params.lock_bytes, available == 0 ? UINT64_MAX : available/2)) {
         state.lock_refused = true;
         return;
     }
@@ -148,6 +151,7 @@ static void ggml_moe_lock(ggml_moe_prefetch_state & state, const ggml_moe_os & o
         state.lock_refused = true;
         state.count(GGML_MOE_PREFETCH_COUNTER_ERRORS);
         state.counters.values[GGML_MOE_PREFETCH_COUNTER_LAST_ERRNO] = (uint64_t) -result;
+        lock.unlock(); // who receives the message may ask for the settings
         GGML_LOG_WARN("%s: locked %.0f MiB of always used weights, then: %s; raise the limit with `ulimit -l unlimited` "
             "or set MOE_MADV_LOCK_MIB=%.0f\n", "ggml_moe_prefetch", held/1048576.0, strerror(-result), held/1048576.0);
         return;
@@ -179,7 +183,25 @@ void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & o
     }
 }
 
-// one thread, started by the first range
+static void ggml_moe_queue_run(ggml_moe_prefetch_state & state) {
+    std::unique_lock<std::mutex> queue_lock(state.queue_mutex);
+    for (;;) {
+        state.queue_filled.wait(queue_lock, [&] { return !state.queue.empty(); });
+        const ggml_moe_range range = state.queue.front();
+        state.queue.pop_front();
+        queue_lock.unlock();
+        if (state.mode.load() >= GGML_MOE_PREFETCH_MODE_OVERLAP) { // else switched meanwhile
+            std::shared_lock<std::shared_mutex> lock(state.mutex);
+            size_t n_resident = 0;
+            if (const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range)) {
+                ggml_moe_hint_range(state, *state.os.load(), range, *mapping, n_resident);
+            }
+            state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_RESIDENT, n_resident);
+        }
+        queue_lock.lock();
+    }
+}
+
 bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices,
         const std::vector<int32_t> & experts) {
     uint64_t n_bytes = 0;
@@ -195,6 +217,21 @@ bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
     if (available != 0 && n_bytes > available/4) {
         return false; // it would push out what is in use
     }
+    if (!state.queue_running) { // one thread, started by the first range
+        try {
+            std::thread([&state] {
+                try {
+                    ggml_moe_queue_run(state);
+                } catch (const std::exception &) { // short of memory: the next range starts another
+                    std::lock_guard<std::mutex> lock(state.queue_mutex);
+                    state.queue_running = false;
+                }
+            }).detach();
+        } catch (const std::system_error &) {
+            return false;
+        }
+        state.queue_running = true;
+    }
     for (const ggml_tensor * weights : matrices) {
         for (const int32_t id : experts) {
             if (id < weights->ne[2]) {
@@ -202,27 +239,6 @@ bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
                 state.queue.push_back({ begin, begin + weights->nb[2] });
             }
         }
-    }
-    if (!state.queue_running) {
-        std::thread([&state] {
-            std::unique_lock<std::mutex> queue_lock(state.queue_mutex);
-            for (;;) {
-                state.queue_filled.wait(queue_lock, [&] { return !state.queue.empty(); });
-                const ggml_moe_range range = state.queue.front();
-                state.queue.pop_front();
-                queue_lock.unlock();
-                {
-                    std::shared_lock<std::shared_mutex> lock(state.mutex);
-                    size_t n_resident = 0;
-                    if (const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range)) {
-                        ggml_moe_hint_range(state, *state.os.load(), range, *mapping, n_resident);
-                    }
-                    state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_RESIDENT, n_resident);
-                }
-                queue_lock.lock();
-            }
-        }).detach();
-        state.queue_running = true;
     }
     state.queue_filled.notify_one();
     return true;

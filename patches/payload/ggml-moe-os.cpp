@@ -19,6 +19,7 @@
 
 #if defined(__linux__)
 #    include <sys/sysmacros.h>
+#    include <sys/vfs.h>
 #elif defined(__APPLE__)
 #    include <limits.h>
 #    include <mach/mach.h>
@@ -189,6 +190,10 @@ static int ggml_moe_os_file_normal(int fd) {
 static int ggml_moe_os_direct_open(int fd, intptr_t * file) {
     int flags = O_RDONLY | O_CLOEXEC;
 #if defined(__linux__)
+    struct statfs fs;
+    if (fstatfs(fd, &fs) == 0 && (fs.f_type == 0x01021994 || (unsigned long) fs.f_type == 0x858458f6)) {
+        return -EOPNOTSUPP; // tmpfs and ramfs are memory already
+    }
     const std::string path = "/proc/self/fd/" + std::to_string(fd);
     flags |= O_DIRECT;
 #else
@@ -349,7 +354,13 @@ static bool ggml_moe_os_resident_known(int fd) {
 #if defined(__linux__)
     struct stat st;
     const std::string path = "/proc/self/fd/" + std::to_string(fd);
-    return geteuid() == 0 || (fstat(fd, &st) == 0 && st.st_uid == geteuid()) || access(path.c_str(), W_OK) == 0;
+    if ((fstat(fd, &st) == 0 && st.st_uid == geteuid()) || faccessat(AT_FDCWD, path.c_str(), W_OK, AT_EACCESS) == 0) {
+        return true;
+    }
+    const std::string status = ggml_moe_os_read_file("/proc/self/status");
+    const size_t      at     = status.find("CapEff:");
+    const int         fowner = 3; // CAP_FOWNER: counts as the owner
+    return at != std::string::npos && (strtoull(status.c_str() + at + 7, nullptr, 16) >> fowner & 1) != 0;
 #elif defined(__APPLE__)
     (void) fd;
     return true;

@@ -124,9 +124,14 @@ static ggml_moe_group ggml_moe_plan_begin(ggml_moe_prefetch_state & state, ggml_
 
 // All memory that nobody else needs: not the process, not its always used weights, and a margin for what is to come.
 static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_moe_os & os) {
+    // while it fills, others may be taking memory too
+    const uint64_t now  = ggml_moe_now_ns();
+    const uint64_t last = state.budget_ns;
+    if (last != 0 && now - last < (state.cache_filling ? 10 : 100)*1000*1000) {
+        return;
+    }
     std::unique_lock<std::shared_mutex> lock(state.mutex);
-    const uint64_t now = ggml_moe_now_ns();
-    if (!state.cache || (state.budget_ns != 0 && now - state.budget_ns < 100*1000*1000)) {
+    if (!state.cache) {
         return;
     }
     state.budget_ns = now;
@@ -160,6 +165,7 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
         counter = budget;
         state.cache->set_budget(budget);
     }
+    state.cache_filling = state.cache->bytes_held() < counter - counter/32;
 }
 
 static int ggml_moe_cache_parts(const ggml_moe_prefetch_state & state, const ggml_moe_group & group, std::vector<ggml_moe_cache_part> & parts) {
@@ -234,12 +240,14 @@ static void ggml_moe_cache_learn(ggml_moe_prefetch_state & state, const ggml_moe
         if (result == 0) {
             state.budget_ns      = 0;
             state.routers[begin] = std::move(router);
-        } else {
-            if (state.uncached.empty()) {
-                GGML_LOG_WARN("%s: %s cannot be cached: %s; such layers run as in mode overlap\n", "ggml_moe_prefetch",
-                    first->name, result == -ENXIO ? "it is not mapped from a file" : strerror(-result));
-            }
-            state.uncached.insert(begin);
+            continue;
+        }
+        const bool is_first = state.uncached.empty();
+        state.uncached.insert(begin);
+        lock.unlock(); // who receives the message may ask for the settings
+        if (is_first) {
+            GGML_LOG_WARN("%s: %s cannot be cached: %s; such layers run as in mode overlap\n", "ggml_moe_prefetch",
+                first->name, result == -ENXIO ? "it is not mapped from a file" : strerror(-result));
         }
     }
 
@@ -346,13 +354,13 @@ static void ggml_moe_foresee(ggml_moe_prefetch_state & state, ggml_moe_cache & c
         }
         router = it->second;
     }
-    if (input == nullptr || input->type != GGML_TYPE_F32 || input->ne[0] != router->n_in() || input->ne[1] != 1 ||
+    if (input == nullptr || input->type != GGML_TYPE_F32 || input->ne[0] != router->n_in || input->ne[1] != 1 ||
             !ggml_moe_in_host_memory(input)) {
         return;
     }
-    std::vector<float> x(router->n_in()*input->ne[2]);
+    std::vector<float> x(router->n_in*input->ne[2]);
     for (int64_t t = 0; t < input->ne[2]; t++) {
-        memcpy(x.data() + t*router->n_in(), (const char *) input->data + t*input->nb[2], router->n_in()*sizeof(float));
+        memcpy(x.data() + t*router->n_in, (const char *) input->data + t*input->nb[2], router->n_in*sizeof(float));
     }
     cache.foresee(begin, [router, x = std::move(x)] { return router->select(x); });
 }
@@ -379,6 +387,9 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     stats.n_selections++;
     stats.n_experts += ids.distinct.size();
 
+    if (mode == GGML_MOE_PREFETCH_MODE_CACHE) {
+        ggml_moe_cache_follow(state, os);
+    }
     const auto cache = mode == GGML_MOE_PREFETCH_MODE_CACHE ? ggml_moe_cache_of(state) : nullptr;
     ggml_moe_cache_layer * layer = cache ? cache->find((uintptr_t) group.nodes[0]->src[0]->data) : nullptr;
 
@@ -432,7 +443,8 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
             } else if (wide && !all_resident) {
                 ggml_moe_hint_random(state, os, after.weights());
                 ggml_moe_queue_push(state, os, after.weights(), ggml_moe_all_experts(after.n_expert()));
-            } else if (layer_after != nullptr && ids.rows.size() < GGML_MOE_CACHE_N_PROMPT) {
+            } else if (layer_after != nullptr && ids.rows.size() < GGML_MOE_CACHE_N_PROMPT && cgraph == &thread.whole) {
+                // within a schedule only, whose end waits for guesses: they read weights of the model
                 ggml_moe_foresee(state, *cache, group, after);
             }
         }
@@ -454,6 +466,11 @@ static void ggml_moe_guard(F && f) noexcept {
     } catch (const std::exception & e) {
         ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
         state.mode = GGML_MOE_PREFETCH_MODE_OFF;
+        try {
+            ggml_moe_prefetch_set_mode(GGML_MOE_PREFETCH_MODE_OFF); // advice and memory given back too
+        } catch (const std::exception &) {
+            // not that either, then
+        }
         state.count(GGML_MOE_PREFETCH_COUNTER_ERRORS);
         state.counters.values[GGML_MOE_PREFETCH_COUNTER_LAST_ERRNO] = ENOMEM;
         GGML_LOG_WARN("%s: %s; off from here on\n", "ggml_moe_prefetch", e.what());
@@ -613,6 +630,10 @@ void ggml_moe_prefetch_graph_split(const struct ggml_cgraph * split, struct ggml
 
 void ggml_moe_prefetch_graph_end(void) {
     ggml_moe_guard([] {
+        ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
+        if (const auto cache = state.mode.load() == GGML_MOE_PREFETCH_MODE_CACHE ? ggml_moe_cache_of(state) : nullptr) {
+            cache->settle();
+        }
         ggml_moe_layer_end(ggml_moe_this_thread);
         ggml_moe_plan_end(ggml_moe_this_thread.plan);
         ggml_moe_this_thread.forget_schedule();
@@ -736,6 +757,12 @@ static void ggml_moe_forget(T & items, ggml_moe_range cut, F begin_of) {
     }
 }
 
+static void ggml_moe_cut_queue(std::deque<ggml_moe_range> & queue, ggml_moe_range cut) {
+    queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const ggml_moe_range & range) {
+        return range.begin < cut.end && cut.begin < range.end;
+    }), queue.end());
+}
+
 static void ggml_moe_map_remove(const void * addr, size_t size) {
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
 
@@ -783,6 +810,12 @@ static void ggml_moe_map_remove(const void * addr, size_t size) {
         ggml_moe_forget(state.routers,     cut, [](const auto & entry) { return entry.first; });
         ggml_moe_forget(state.always,      cut, [](const auto & entry) { return entry.first; });
         ggml_moe_forget(state.uncached,    cut, [](uintptr_t begin)    { return begin; });
+        state.n_layers     = state.layer_index.size();
+        state.lock_refused = false;
+        {
+            std::lock_guard<std::mutex> queue_lock(state.queue_mutex);
+            ggml_moe_cut_queue(state.queue, cut);
+        }
 
         if (state.mappings.empty()) { // the last model has gone
             last = std::move(state.cache);

@@ -7,11 +7,14 @@
 #include <cstring>
 #include <numeric>
 
-ggml_moe_router::constant::constant(const ggml_tensor * tensor) : tensor(tensor) {
-    if (!ggml_moe_in_host_memory(tensor)) {
-        copy.resize(ggml_nbytes(tensor));
-        ggml_backend_tensor_get(tensor, copy.data(), 0, copy.size());
+// its bytes, those of a device's memory copied
+static const char * ggml_moe_bytes(const ggml_tensor * tensor, std::vector<char> & copy) {
+    if (ggml_moe_in_host_memory(tensor)) {
+        return (const char *) tensor->data;
     }
+    copy.resize(ggml_nbytes(tensor));
+    ggml_backend_tensor_get(tensor, copy.data(), 0, copy.size());
+    return copy.data();
 }
 
 static bool ggml_moe_is_constant(const ggml_tensor * tensor) {
@@ -55,19 +58,25 @@ std::unique_ptr<ggml_moe_router> ggml_moe_router::of(const ggml_tensor * ids) {
                 if (!ggml_moe_is_constant(bias) || bias->type != GGML_TYPE_F32 || bias->ne[0] != t->ne[0] || bias->ne[1] != 1) {
                     return nullptr;
                 }
-                const constant values(bias);
+                std::vector<char> copy;
+                const char * values = ggml_moe_bytes(bias, copy);
                 steps.push_back({ STEP_ADD, std::vector<float>(bias->ne[0]) });
-                memcpy(steps.back().bias.data(), values.data(), bias->ne[0]*sizeof(float));
+                memcpy(steps.back().bias.data(), values, bias->ne[0]*sizeof(float));
                 break;
             }
             case GGML_OP_MUL_MAT: {
                 const ggml_tensor * w = t->src[0];
-                if (!sorted || !ggml_moe_is_constant(w) || w->ne[2] != 1 ||
+                if (!sorted || !ggml_moe_is_constant(w) || w->ne[2] != 1 || ids->ne[0] < 1 || ids->ne[0] > w->ne[1] ||
                         (w->type != GGML_TYPE_F32 && ggml_get_type_traits(w->type)->to_float == nullptr)) {
                     return nullptr;
                 }
-                auto router = std::make_unique<ggml_moe_router>(w);
-                router->n_used = ids->ne[0];
+                auto router = std::make_unique<ggml_moe_router>();
+                router->type     = w->type;
+                router->n_in     = w->ne[0];
+                router->n_expert = w->ne[1];
+                router->stride   = w->nb[1];
+                router->data     = ggml_moe_bytes(w, router->copy);
+                router->n_used   = ids->ne[0];
                 router->steps.assign(steps.rbegin(), steps.rend());
                 return router;
             }
@@ -120,36 +129,37 @@ static void ggml_moe_apply(const ggml_moe_router::step & step, std::vector<float
 }
 
 std::vector<int32_t> ggml_moe_router::select(const std::vector<float> & x) const {
-    const ggml_tensor *      w      = weights.tensor;
-    const ggml_type_traits * traits = ggml_get_type_traits(w->type);
-    const size_t n_tokens = x.size()/n_in();
+    const ggml_type_traits * traits = ggml_get_type_traits(type);
+    const size_t n_tokens = x.size()/n_in;
 
-    std::vector<float> row(n_in());
-    std::vector<std::vector<float>> scores(n_tokens, std::vector<float>(n_expert()));
-    for (int64_t e = 0; e < n_expert(); e++) {
-        const char *  data   = weights.data() + e*w->nb[1];
-        const float * values = (const float *) data;
-        if (w->type != GGML_TYPE_F32) {
-            traits->to_float(data, row.data(), n_in());
+    std::vector<float> row(n_in);
+    std::vector<std::vector<float>> scores(n_tokens, std::vector<float>(n_expert));
+    for (int64_t e = 0; e < n_expert; e++) {
+        const float * values = (const float *) (data + e*stride);
+        if (type != GGML_TYPE_F32) {
+            traits->to_float(data + e*stride, row.data(), n_in);
             values = row.data();
         }
         for (size_t t = 0; t < n_tokens; t++) {
-            scores[t][e] = ggml_moe_dot(values, x.data() + t*n_in(), n_in());
+            scores[t][e] = ggml_moe_dot(values, x.data() + t*n_in, n_in);
         }
     }
 
-    std::vector<std::vector<int32_t>> orders(n_tokens, std::vector<int32_t>(n_expert()));
+    std::vector<std::vector<int32_t>> orders(n_tokens, std::vector<int32_t>(n_expert));
     for (size_t t = 0; t < n_tokens; t++) {
         auto & s     = scores[t];
         auto & order = orders[t];
         for (const step & step : steps) {
             ggml_moe_apply(step, s);
         }
+        for (float & score : s) {
+            score = std::isnan(score) ? -INFINITY : score; // else there is no order
+        }
         std::iota(order.begin(), order.end(), 0);
         std::partial_sort(order.begin(), order.begin() + n_used, order.end(), [&](int32_t a, int32_t b) { return s[a] > s[b]; });
     }
     std::vector<int32_t> found;
-    std::vector<bool>    selected(n_expert());
+    std::vector<bool>    selected(n_expert);
     for (int64_t i = 0; i < n_used; i++) {
         for (const auto & order : orders) {
             if (!selected[order[i]]) {

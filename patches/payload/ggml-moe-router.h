@@ -8,15 +8,6 @@
 #include <memory>
 
 struct ggml_moe_router {
-    // a constant of the graph; what lies in a device's memory is copied once
-    struct constant {
-        const ggml_tensor * tensor = nullptr;
-        std::vector<char>   copy;
-
-        explicit constant(const ggml_tensor * tensor);
-        const char * data() const { return copy.empty() ? (const char *) tensor->data : copy.data(); }
-    };
-
     // what is done to the logits before the largest are taken
     enum step_kind { STEP_SOFT_MAX, STEP_SQRT, STEP_SIGMOID, STEP_SOFTPLUS, STEP_ADD };
 
@@ -25,14 +16,17 @@ struct ggml_moe_router {
         std::vector<float> bias; // [n_expert], of an addition
     };
 
-    constant          weights; // [n_in, n_expert]
+    // the weights, [n_in, n_expert]; what lies in a device's memory is copied. No pointer to a tensor stays: a model's
+    // tensors go before its mappings do
+    enum ggml_type    type;
+    int64_t           n_in;
+    int64_t           n_expert;
+    size_t            stride; // of a row, bytes
+    const char *      data;
+    std::vector<char> copy;
+
     int64_t           n_used;
-    std::vector<step> steps;   // in the order of computing
-
-    explicit ggml_moe_router(const ggml_tensor * weights) : weights(weights) {}
-
-    int64_t n_in()     const { return weights.tensor->ne[0]; }
-    int64_t n_expert() const { return weights.tensor->ne[1]; }
+    std::vector<step> steps; // in the order of computing
 
     // the router behind an ids tensor of shape [n_used, n_tokens], or NULL when it is of a kind that is not known
     static std::unique_ptr<ggml_moe_router> of(const ggml_tensor * ids);

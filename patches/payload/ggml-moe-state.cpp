@@ -211,7 +211,7 @@ ggml_moe_layer_stats & ggml_moe_layer_of(ggml_moe_prefetch_state & state, const 
     }
     state.layer_index[begin] = state.layers.size();
     state.layers.emplace_back();
-    state.n_layers = state.layers.size();
+    state.n_layers = state.layer_index.size();
     memcpy(state.layers.back().name, first->name, sizeof(state.layers.back().name));
     return state.layers.back();
 }

@@ -72,7 +72,8 @@ struct ggml_moe_prefetch_state {
     std::unordered_map<uintptr_t, std::shared_ptr<const ggml_moe_router>> routers; // by the begin of the first matrix; NULL: of no known kind
     std::atomic<uint64_t>                     copy_bytes{0};        // experts that a graph under way copies to a device, of two layers
     bool                                      cache_needed = false; // whether there is less memory than experts
-    uint64_t                                  budget_ns    = 0;     // when the budget was looked at
+    std::atomic<uint64_t>                     budget_ns{0};         // when the budget was looked at
+    std::atomic<bool>                         cache_filling{true};  // it holds less than it may
 
     // after some tokens in which every page was there, a major fault is awaited before pages are looked at again
     std::atomic<uint64_t> faults{0};

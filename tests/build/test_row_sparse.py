@@ -207,10 +207,8 @@ def test_without_a_mapping_of_the_model_the_table_has_one_and_is_left_alone(
         "off",
         "madv",
         "hint",
-        *(
-            pytest.param(mode, marks=pytest.mark.xfail(strict=True, reason="a view of one row counts as the table"))
-            for mode in ("overlap", "cache")
-        ),
+        "overlap",
+        "cache",
     ],
 )
 def test_a_batch_of_embeddings_reads_one_row(name: str, tables: dict[str, Table], arms: Sequence[Arm]) -> None:

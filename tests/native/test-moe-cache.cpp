@@ -3,8 +3,9 @@
 
 #include "helpers.h"
 
-#include <chrono>
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -299,17 +300,17 @@ static void wait_until(const char * counter, uint64_t value) {
     CHECK_EQ(t_counter(counter), value);
 }
 
-// the next layer's router, given this layer's input: the two experts with the largest numbers for x > 0, the smallest for x < 0
-static void test_foresee() {
-    for (const bool right : { true, false }) {
-        reset(cache_params(20));
-        t_model model(2);
-        std::vector<float> rows(N_EXPERT);
+// two layers; the second one's router: experts with the largest numbers for x > 0, with the smallest for x < 0
+struct t_foreseen {
+    t_model            model{2};
+    t_graph            router;
+    std::vector<float> rows = std::vector<float>(N_EXPERT);
+    float              x = 1.0f;
+
+    t_foreseen() {
         for (int64_t e = 0; e < N_EXPERT; e++) {
             rows[e] = (float) e;
         }
-        float x = 1.0f;
-        t_graph router;
         ggml_tensor * w = router.weights((uintptr_t) rows.data(), 1, 0);
         w->ne[1] = N_EXPERT;
         w->nb[1] = sizeof(float);
@@ -320,20 +321,47 @@ static void test_foresee() {
             ((ggml_tensor *) model.g.nodes[6 + 2*m]->src[2])->src[0] = router.nodes[sorted];
             model.g.nodes[2*m]->src[1] = input;
         }
-        model.ids[1][0] = right ? 15 : 1;
-        model.ids[1][1] = right ? 14 : 0;
+    }
+
+    void select(int32_t first, int32_t second) {
+        model.ids[1][0] = first;
+        model.ids[1][1] = second;
+    }
+
+    void begin() {
+        ggml_moe_prefetch_graph_begin();
+        ggml_moe_prefetch_graph_split(&model.g.cgraph, nullptr, 0);
+    }
+
+    void layer(int l) {
+        ggml_moe_prefetch_node(&model.g.cgraph, 6*l);
+        for (int m = 0; m < 3; m++) {
+            CHECK_EQ(t_model::matmul(model.g.nodes[6*l + 2*m]), 0u);
+        }
+    }
+};
+
+// other experts than any before: 7 and 8 are the largest
+static void rows_reversed(t_foreseen & f) {
+    for (int64_t e = 0; e < N_EXPERT; e++) {
+        f.rows[e] = -std::abs((float) e - 7.5f);
+    }
+    f.x = 1.0f;
+}
+
+static void test_foresee() {
+    for (const bool right : { true, false }) {
+        reset(cache_params(20));
+        t_foreseen f;
+        f.select(right ? 15 : 1, right ? 14 : 0);
 
         // while the first layer has not been computed yet, the second one's experts are read
-        ggml_moe_prefetch_node(&model.g.cgraph, 0);
+        f.begin();
+        ggml_moe_prefetch_node(&f.model.g.cgraph, 0);
         wait_until("reads", 2*2*3);
         CHECK_EQ(t_counter("experts_ahead"), 2u);
-        for (int i = 0; i < 3; i++) {
-            CHECK_EQ(t_model::matmul(model.g.nodes[2*i]), 0u);
-        }
-        ggml_moe_prefetch_node(&model.g.cgraph, 6);
-        for (int i = 3; i < 6; i++) {
-            CHECK_EQ(t_model::matmul(model.g.nodes[2*i]), 0u);
-        }
+        f.layer(1);
+        ggml_moe_prefetch_graph_end();
         CHECK_EQ(t_counter("experts_foreseen"),       2u);
         CHECK_EQ(t_counter("experts_foreseen_right"), right ? 2u : 0u);
         CHECK_EQ(t_counter("experts_ahead_unused"),   right ? 0u : 2u);
@@ -341,12 +369,54 @@ static void test_foresee() {
         CHECK_EQ(t_counter("reads"),                  right ? 12u : 18u);
     }
 
+    // a guess that is wanted before it has been read does not count as one any more: later ones are read as before
+    reset(cache_params(20));
+    {
+        t_foreseen f;
+        f.begin();
+        f.layer(0);
+        wait_until("experts_ahead", 2);
+        ggml_moe_prefetch_graph_end();
+        for (int pass = 1; pass < 6; pass++) {
+            read_us = 3000;
+            f.x = pass % 2 ? -1.0f : 1.0f;
+            f.select(pass % 2 ? 0 : 15, pass % 2 ? 1 : 14);
+            const uint64_t n_ahead = t_counter("experts_ahead");
+            f.begin();
+            f.layer(0);
+            if (pass == 1) {
+                wait_until("experts_ahead", n_ahead + 2);
+            }
+            f.layer(1);
+            ggml_moe_prefetch_graph_end();
+        }
+        read_us = 0;
+        rows_reversed(f);
+        const uint64_t n_reads = t_counter("reads");
+        f.begin();
+        ggml_moe_prefetch_node(&f.model.g.cgraph, 0);
+        wait_until("reads", n_reads + 2*3);
+        ggml_moe_prefetch_graph_end();
+    }
+
+    // without the scheduler's word that the graph has ended, a guess could outlive the model
+    reset(cache_params(20));
+    {
+        t_foreseen f;
+        f.layer(0);
+        f.layer(1);
+        CHECK_EQ(t_counter("experts_foreseen"), 0u);
+    }
+
     // off on request
     ggml_moe_prefetch_params params = cache_params(20);
     params.foresee = 0;
     reset(params);
-    t_model model(2);
-    CHECK_EQ(model.run(), 0u);
+    t_foreseen f;
+    f.begin();
+    f.layer(0);
+    f.layer(1);
+    ggml_moe_prefetch_graph_end();
     CHECK_EQ(t_counter("experts_foreseen"), 0u);
 }
 

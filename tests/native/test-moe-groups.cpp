@@ -164,6 +164,17 @@ static void test_groups() {
     CHECK_EQ(always[0].begin, (uintptr_t) w[7]->data);
     CHECK_EQ(always[0].size(), 8u*16);
     CHECK(ggml_moe_always_used(&g.cgraph, 0, dense).empty());
+
+    // one row of a table by a view: what is read of it, by who reads the view, and not the table
+    ggml_tensor * row = g.weights((uintptr_t) table->data + 32, 1, 16);
+    row->op       = GGML_OP_VIEW;
+    row->view_src = table;
+    g.add(GGML_OP_VIEW, table);
+    const int cast = g.add(GGML_OP_CPY, row);
+    const auto of_view = ggml_moe_always_used(&g.cgraph, cast - 1, g.cgraph.n_nodes);
+    CHECK_EQ(of_view.size(), 1u);
+    CHECK_EQ(of_view[0].begin, (uintptr_t) table->data + 32);
+    CHECK_EQ(of_view[0].size(), 16u);
 }
 
 int main() {

@@ -65,8 +65,8 @@ static void test_select() {
     t_router plain(9, 4, rows);
     const auto router = plain.then(GGML_OP_SOFT_MAX).top(2);
     CHECK(router != nullptr);
-    CHECK_EQ(router->n_in(), 9u);
-    CHECK_EQ(router->n_expert(), 4u);
+    CHECK_EQ(router->n_in, 9u);
+    CHECK_EQ(router->n_expert, 4u);
     CHECK((router->select({ 1, 0, 0, 0, 0, 0, 0, 0, 0 }) == ids{ 0, 3 }));        // 1, 0, 0, 0.25
     CHECK((router->select({ 3, 2, 0, 0, 0, 0, 0, 0, 1 }) == ids{ 0, 1 }));        // 3, 2, 1, 1.5
     CHECK((router->select({ 3, 2, 0, 0, 0, 0, 0, 0, 1,                            // two tokens: 0 and 1, 2 and 3; the surest first
