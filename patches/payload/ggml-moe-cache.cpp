@@ -81,7 +81,8 @@ int ggml_moe_cache::add(std::vector<ggml_moe_cache_part> parts, int64_t n_expert
 
     // addresses for all of the layer's experts, those of layers that have gone first; memory comes as they are read,
     // within the budget
-    const size_t n_new  = pool->n_experts + n_expert - std::min(pool->slots.size(), pool->n_experts + n_expert);
+    const size_t n_all  = pool->n_experts + (size_t) n_expert;
+    const size_t n_new  = n_all - std::min<size_t>(pool->slots.size(), n_all);
     void *       region = n_new == 0 ? nullptr : os.memory_reserve(slot_size*n_new);
     if (n_new > 0 && region == nullptr) {
         return -ENOMEM;

@@ -75,10 +75,13 @@ def test_every_arm_gives_the_same_rows_of_a_complete_run(
             assert (hints["slices"], hints["calls"], hints["groups"]) == (slices, slices, 3 * groups)
             assert hints["errors"] == hints["unmapped"] == hints["ids_ignored"] == 0
         else:
-            assert (hints["slices"], hints["groups"]) == (slices, groups)
+            # each slice was asked for or found in memory, until all had been there for two rounds of the layers
+            assert hints["groups"] == groups
+            assert hints["slices"] % (slices // groups) == 0
+            assert hints["slices"] <= slices
             assert hints["errors"] == hints["unmapped"] == hints["ids_ignored"] == 0
-            # each slice was either asked for or found in memory
-            assert hints["bytes_hinted"] + hints["bytes_resident"] >= 8 * (layout.routed_bytes_per_token or 0)
+            share = hints["slices"] / slices
+            assert hints["bytes_hinted"] + hints["bytes_resident"] >= share * 8 * (layout.routed_bytes_per_token or 0)
 
 
 def test_a_finished_run_is_not_measured_again_and_a_cut_one_continues(
@@ -155,7 +158,8 @@ def test_a_shared_expert_is_not_hinted_and_changes_nothing(
     assert run.checks[1]["outputs_equal"] is True
     (hint,) = (s for s in run.samples if (s["arm"], s["test"]) == ("hint", "tg4"))
     layout = read_model(tiny_shared)
-    assert hint["hints"]["slices"] == 4 * sum(3 * layer.top_k for layer in layout.layers)
+    assert hint["hints"]["groups"] == 4 * len(layout.layers)
+    assert hint["hints"]["slices"] <= 4 * sum(3 * layer.top_k for layer in layout.layers)
     assert layout.shared_expert_bytes
 
 
@@ -224,5 +228,6 @@ print(json.dumps(seen))
     env = {k: "" for k in os.environ if k.startswith("MOE_MADV_")}
     seen = json.loads(run([arms[3].python, "-I", script], cwd=tmp_path, env=env).stdout)
     layers = len(read_model(tiny).layers)
-    assert seen[:5] == [["off", "madv", "hint"], "off", ["hint", layers], ["off", 0], ["madv", 3 * layers]]
+    assert seen[0] == ["off", "madv", "hint", "overlap", "cache"]
+    assert seen[1:5] == ["off", ["hint", layers], ["off", 0], ["madv", 3 * layers]]
     assert "no mode 'fast'" in seen[5]

@@ -123,8 +123,8 @@ def test_two_servers_decode_what_neither_could_hold(
         peaks = [each.peak_bytes() for each in (one, two)]
     assert spread.reason is None
     assert spread.loaded is not None
-    places = [f"RPC0[{each.endpoint}]" for each in (one, two)]
-    assert [name for name in spread.loaded["buffers"] if name.startswith("RPC")] == places
+    places = {f"RPC0[{each.endpoint}]" for each in (one, two)}
+    assert {name for name in spread.loaded["buffers"] if name.startswith("RPC")} == places
     # bit for bit what one process computes
     for here, there in zip(local.tests, spread.tests, strict=True):
         assert there["logits_sha256"] == here["logits_sha256"]
