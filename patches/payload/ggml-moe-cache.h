@@ -168,7 +168,7 @@ struct ggml_moe_cache {
     size_t ahead(ggml_moe_cache_layer * layer, const std::vector<int32_t> & experts);
 
     // the same of experts that will be needed if `select`, the surest first, is right about the next selection of the
-    // layer that starts at `begin`; it runs on a reader that has no demand, and is over when the layer is removed
+    // layer that starts at `begin`; it runs on a reader that has no demand, and is over when `settle` returns
     void foresee(uintptr_t begin, std::function<std::vector<int32_t>()> select);
 
     // no guess is under way and none will be made before the next `foresee`

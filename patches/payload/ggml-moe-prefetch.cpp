@@ -312,7 +312,6 @@ static void ggml_moe_graph_begin(ggml_moe_prefetch_state & state, const ggml_moe
     if (mode == GGML_MOE_PREFETCH_MODE_CACHE) {
         const uint64_t copy_bytes = ggml_moe_copy_bytes(thread.copies);
         if (state.copy_bytes.exchange(copy_bytes) != copy_bytes) {
-            std::unique_lock<std::shared_mutex> lock(state.mutex);
             state.budget_ns = 0;
         }
         ggml_moe_cache_learn(state, os, thread, cgraph);

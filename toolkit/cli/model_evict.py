@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -42,13 +43,18 @@ def evict(files: tuple[Path, ...], capacity: tuple[int, ...], validate: bool, ou
       moe-madv model evict qwen3.npz gemma.npz --capacity 10%,20%,30% --json
       moe-madv model evict *.npz --validate --out results/eviction.json
     """
-    from toolkit.files import write_text
     from toolkit.model import eviction_report, trace
 
     workloads = [trace.read(file).workload() for file in files]
     compared = eviction_report.compare(workloads, capacity, validate=validate, progress=note)
-    text = json.dumps(eviction_report.as_json(compared), indent=2)
-    page = eviction_report.as_markdown(compared)
+    hand_out(eviction_report.as_json(compared), eviction_report.as_markdown(compared), out, as_json)
+
+
+def hand_out(found: dict[str, Any], page: str, out: Path | None, as_json: bool) -> None:
+    """Print a study as JSON or as its page, and write both beside each other when there is a file for it."""
+    from toolkit.files import write_text
+
+    text = json.dumps(found, indent=2)
     if out is not None:
         write_text(out, text + "\n")
         write_text(out.with_suffix(".md"), page)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
-from toolkit.cli.model_evict import shares
+from toolkit.cli.model_evict import hand_out, shares
 from toolkit.console import note
 
 
@@ -31,14 +30,7 @@ def predict(files: tuple[Path, ...], capacity: tuple[int, ...], out: Path | None
       moe-madv model predict qwen3.npz gemma.npz --capacity 10%,20%,30% --json
       moe-madv model predict *.npz --out results/prediction.json
     """
-    from toolkit.files import write_text
     from toolkit.model import prediction_report, trace
 
     found = prediction_report.study([trace.read(file) for file in files], capacity, progress=note)
-    text = json.dumps(prediction_report.as_json(found), indent=2)
-    page = prediction_report.as_markdown(found)
-    if out is not None:
-        write_text(out, text + "\n")
-        write_text(out.with_suffix(".md"), page)
-        note(f"wrote {out} and {out.with_suffix('.md')}")
-    click.echo(text if as_json else page, nl=as_json)
+    hand_out(prediction_report.as_json(found), prediction_report.as_markdown(found), out, as_json)
