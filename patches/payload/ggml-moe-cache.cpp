@@ -70,14 +70,9 @@ int ggml_moe_cache::add(std::vector<ggml_moe_cache_part> parts, int64_t n_expert
     std::lock_guard<std::mutex> lock(mutex);
 
     const auto it = std::find_if(pools.begin(), pools.end(), [&](const auto & p) { return p->slot_size == slot_size; });
-    ggml_moe_cache_pool * pool;
-    if (it != pools.end()) {
-        pool = it->get();
-    } else {
-        pools.push_back(std::make_unique<ggml_moe_cache_pool>());
-        pool = pools.back().get();
-        pool->slot_size = slot_size;
-    }
+    auto fresh = std::make_unique<ggml_moe_cache_pool>();
+    ggml_moe_cache_pool * pool = it != pools.end() ? it->get() : fresh.get();
+    pool->slot_size = slot_size;
 
     // addresses for all of the layer's experts, those of layers that have gone first; memory comes as they are read,
     // within the budget
@@ -90,11 +85,15 @@ int ggml_moe_cache::add(std::vector<ggml_moe_cache_part> parts, int64_t n_expert
     if (n_new > 0) {
         pool->regions.push_back({ region, slot_size*n_new });
     }
+    if (pool == fresh.get()) {
+        pools.push_back(std::move(fresh));
+    }
     for (size_t i = 0; i < n_new; i++) {
         pool->slots.emplace_back();
         pool->slots.back().data = (char *) region + i*slot_size;
         pool->spare.push_back(&pool->slots.back());
     }
+    pool->free.reserve(pool->slots.size());
     // from the lowest address up, so that neighbours share larger pages
     std::sort(pool->spare.begin(), pool->spare.end(), [](const auto * a, const auto * b) { return a->data > b->data; });
     pool->n_experts += n_expert;
@@ -114,7 +113,6 @@ int ggml_moe_cache::add(std::vector<ggml_moe_cache_part> parts, int64_t n_expert
 
 void ggml_moe_cache::remove(ggml_moe_range range) {
     std::unique_lock<std::mutex> lock(mutex);
-
 
     for (auto it = layers.begin(); it != layers.end();) {
         ggml_moe_cache_layer & layer = *it->second;
@@ -139,7 +137,6 @@ void ggml_moe_cache::remove(ggml_moe_range range) {
             // while the lock is released, a budget that shrinks may take the slot
             ready.wait(lock, [&] { return slot->layer != &layer || slot->n_pins == 0; });
             if (slot->layer == &layer) {
-                slot->ahead = false;
                 evict(*slot);
             }
         }
@@ -166,23 +163,18 @@ void ggml_moe_cache::set_budget(uint64_t bytes) {
     share_budget();
 }
 
-size_t ggml_moe_cache::bytes_held() {
+size_t ggml_moe_cache::bytes(size_t ggml_moe_cache_pool::* n_slots) {
     std::lock_guard<std::mutex> lock(mutex);
     size_t n = 0;
     for (const auto & pool : pools) {
-        n += pool->n_held*pool->slot_size;
+        n += (*pool).*n_slots*pool->slot_size;
     }
     return n;
 }
 
-size_t ggml_moe_cache::bytes_full() {
-    std::lock_guard<std::mutex> lock(mutex);
-    size_t n = 0;
-    for (const auto & pool : pools) {
-        n += pool->n_experts*pool->slot_size;
-    }
-    return n;
-}
+size_t ggml_moe_cache::bytes_held()   { return bytes(&ggml_moe_cache_pool::n_held);    }
+size_t ggml_moe_cache::bytes_filled() { return bytes(&ggml_moe_cache_pool::n_filled);  }
+size_t ggml_moe_cache::bytes_full()   { return bytes(&ggml_moe_cache_pool::n_experts); }
 
 // every layer routes every token, so the same share of each layer's experts is worth keeping
 void ggml_moe_cache::share_budget() {
@@ -214,6 +206,8 @@ void ggml_moe_cache::trim(ggml_moe_cache_pool & pool) {
         if (os.memory_discard(slot->data, pool.slot_size) != 0) {
             counters.add(GGML_MOE_PREFETCH_COUNTER_ERRORS);
         }
+        pool.n_filled -= slot->filled;
+        slot->filled = false;
         pool.spare.push_back(slot);
         pool.n_held--;
     }
@@ -221,6 +215,7 @@ void ggml_moe_cache::trim(ggml_moe_cache_pool & pool) {
 
 void ggml_moe_cache::evict(ggml_moe_cache_slot & slot) {
     ggml_moe_cache_pool & pool = *slot.layer->pool;
+    set_ahead(slot, false);
     slot.layer->slots[slot.expert] = nullptr;
     slot.layer = nullptr;
     pool.free.push_back(&slot);
@@ -253,25 +248,34 @@ void ggml_moe_cache::touch(ggml_moe_cache_layer & layer, const ggml_moe_ids & id
     }
 }
 
-// What an expert in memory is worth. Layers run in a cycle, so an expert of a layer that has just run is needed
-// later than one of the layer that runs next. Weights and half-lives: results/eviction.md.
-float ggml_moe_cache::value(const ggml_moe_cache_slot & slot) const {
-    const ggml_moe_cache_layer & layer = *slot.layer;
-    const ggml_moe_cache_use   & use   = layer.uses[slot.expert];
+// What an expert in memory is worth is `counts` times `due`. Weights and half-lives: results/eviction.md.
+float ggml_moe_cache::counts(const ggml_moe_cache_layer & layer, int32_t expert) const {
+    const ggml_moe_cache_use & use = layer.uses[expert];
 
     const uint32_t n_passes = layer.pass - use.pass;
-    const float    counts   = 4.0f*use.recent*recent(n_passes) + use.frequent*frequent(n_passes) +
-        0.001f*use.tail*tail(layer.token - use.token);
+    return 4.0f*use.recent*recent(n_passes) + use.frequent*frequent(n_passes) + 0.001f*use.tail*tail(layer.token - use.token);
+}
 
+// Layers run in a cycle, so an expert of a layer that has just run is needed later than one of the layer that runs next.
+float ggml_moe_cache::due(const ggml_moe_cache_layer & layer) const {
     const int64_t n      = (int64_t) layers.size();
     const int64_t behind = ((int64_t) layer.index - (int64_t) index - 1)%n;
     const float   cycles = (float) ((behind + n)%n + 1)/(float) n; // until the layer runs again, (0, 1]
-    return counts*std::exp2(-0.2f*cycles);
+    return std::exp2(-0.2f*cycles);
+}
+
+void ggml_moe_cache::set_ahead(ggml_moe_cache_slot & slot, bool ahead) {
+    slot.layer->pool->n_ahead += (size_t) ahead - (size_t) slot.ahead;
+    slot.ahead = ahead;
 }
 
 // up to n slots that nobody needs: free ones, new ones within the budget, then those of the lowest scores
 size_t ggml_moe_cache::acquire(ggml_moe_cache_pool & pool, size_t n, std::vector<ggml_moe_cache_slot *> & found) {
     const size_t n_before = found.size();
+    std::vector<std::pair<float, ggml_moe_cache_slot *>> victims;
+    found.reserve(n_before + n); // short of memory is found out before a slot is taken
+    victims.reserve(pool.n_held);
+
     while (n > 0 && !pool.free.empty()) {
         found.push_back(pool.free.back());
         pool.free.pop_back();
@@ -284,10 +288,16 @@ size_t ggml_moe_cache::acquire(ggml_moe_cache_pool & pool, size_t n, std::vector
         n--;
     }
     if (n > 0) {
-        std::vector<std::pair<float, ggml_moe_cache_slot *>> victims;
-        for (auto & slot : pool.slots) {
-            if (slot.layer != nullptr && slot.n_pins == 0 && !slot.ahead) {
-                victims.push_back({ value(slot), &slot });
+        for (const auto & entry : layers) {
+            const ggml_moe_cache_layer & layer = *entry.second;
+            if (layer.pool != &pool) {
+                continue;
+            }
+            const float due = this->due(layer);
+            for (ggml_moe_cache_slot * slot : layer.slots) {
+                if (slot != nullptr && slot->n_pins == 0 && !slot->ahead) {
+                    victims.push_back({ due*counts(layer, slot->expert), slot });
+                }
             }
         }
         n = std::min(n, victims.size());
@@ -305,7 +315,6 @@ size_t ggml_moe_cache::acquire(ggml_moe_cache_pool & pool, size_t n, std::vector
 void ggml_moe_cache::place(ggml_moe_cache_layer & layer, int32_t expert, ggml_moe_cache_slot & slot) {
     slot.layer  = &layer;
     slot.expert = expert;
-    slot.ahead  = false;
     for (auto & state : slot.state) {
         state.store(GGML_MOE_CACHE_ABSENT, std::memory_order_relaxed);
     }
@@ -326,8 +335,6 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
 
     std::vector<ggml_moe_cache_slot *> incomplete; // on its way already
     std::vector<int32_t>               missing;
-
-    const uint32_t max_failed = 16; // after which a layer is left to the mapping
 
     // short of memory is found out before anything is pinned
     plan.order.reserve(layer.slots.size());
@@ -366,18 +373,27 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
     counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_RESIDENT, plan.slots.size());
     counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_MISSED,   missing.size());
 
-    // what was queued to be read ahead is wanted now
+    std::vector<job> due;
+
+    // what was queued to be read ahead is wanted now: what is being read first, then in the order of the queue
     if (!incomplete.empty()) {
+        const auto has = [](const auto & slots, const auto * slot) { return std::find(slots.begin(), slots.end(), slot) != slots.end(); };
+
         std::deque<job> later;
-        for (job & job : early) {
-            if (std::find(incomplete.begin(), incomplete.end(), job.slot) == incomplete.end()) {
+        std::vector<ggml_moe_cache_slot *> queued;
+        for (const job & job : early) {
+            if (!has(incomplete, job.slot)) {
                 later.push_back(job);
                 continue;
             }
-            job.guess = false;
-            demand.push_back(job);
+            due.push_back({ job.slot, job.part, false });
+            if (!has(queued, job.slot)) {
+                queued.push_back(job.slot);
+            }
         }
         early = std::move(later);
+        incomplete.erase(std::remove_if(incomplete.begin(), incomplete.end(), [&](const auto * slot) { return has(queued, slot); }), incomplete.end());
+        incomplete.insert(incomplete.end(), queued.begin(), queued.end());
     }
     for (auto * slot : incomplete) {
         plan.order.push_back(slot->expert);
@@ -385,7 +401,7 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
     }
 
     std::vector<ggml_moe_cache_slot *> found;
-    if (layer.n_failed < max_failed) {
+    if (layer.readable()) {
         acquire(*layer.pool, missing.size(), found);
     }
     for (size_t i = 0; i < found.size(); i++) {
@@ -393,13 +409,13 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
         found[i]->n_pins += 1 + (int) n_parts;
         plan.order.push_back(missing[i]);
         plan.slots.push_back(found[i]);
-    }
-    // matrix by matrix, as they are computed, so that the first matmul waits for a part of the bytes only
-    for (uint32_t p = 0; p < n_parts; p++) {
-        for (auto * slot : found) {
-            demand.push_back({ slot, p, false });
+        for (uint32_t p = 0; p < n_parts; p++) {
+            due.push_back({ found[i], p, false });
         }
     }
+    // matrix by matrix, as they are computed, so that the first matmul waits for a part of the bytes only
+    std::stable_sort(due.begin(), due.end(), [](const job & a, const job & b) { return a.part < b.part; });
+    demand.insert(demand.end(), due.begin(), due.end());
     for (size_t i = found.size(); i < missing.size(); i++) {
         overflow.push_back(missing[i]);
         plan.order.push_back(missing[i]);
@@ -443,15 +459,17 @@ void ggml_moe_cache::cancel(ggml_moe_cache_layer & layer, const ggml_moe_ids & i
     const auto selected = [&](int32_t id) { return std::binary_search(ids.distinct.begin(), ids.distinct.end(), id); };
 
     if (!layer.foreseen.empty()) {
+        const size_t n_right = std::count_if(layer.foreseen.begin(), layer.foreseen.end(), selected);
         counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_FORESEEN,       layer.foreseen.size());
-        counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_FORESEEN_RIGHT, std::count_if(layer.foreseen.begin(), layer.foreseen.end(), selected));
+        counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_FORESEEN_RIGHT, n_right);
+        trust += 0.02f*((float) n_right/(float) layer.foreseen.size() - trust);
         layer.foreseen.clear();
     }
     for (ggml_moe_cache_slot * slot : layer.slots) {
         if (slot == nullptr || !slot->ahead) {
             continue;
         }
-        slot->ahead = false;
+        set_ahead(*slot, false);
         if (selected(slot->expert)) {
             continue;
         }
@@ -474,37 +492,45 @@ size_t ggml_moe_cache::ahead(ggml_moe_cache_layer & layer, const std::vector<int
     const size_t n_parts = layer.parts.size();
     std::vector<ggml_moe_cache_slot *> found;
     std::vector<int32_t> missing;
+    if (!layer.readable()) {
+        return 0;
+    }
     for (const int32_t id : experts) {
         if (layer.slots[id] == nullptr) {
             missing.push_back(id);
         }
     }
     // half of the slots stay with the experts in use
-    size_t n_ahead = 0;
-    for (const auto & slot : layer.pool->slots) {
-        n_ahead += slot.layer != nullptr && slot.ahead;
-    }
-    const size_t most = layer.pool->n_max/2;
+    const size_t & n_ahead = layer.pool->n_ahead;
+    const size_t   most    = layer.pool->n_max/2;
     for (const int32_t id : experts) {
         ggml_moe_cache_slot * slot = layer.slots[id];
         if (slot != nullptr && !slot->ahead && n_ahead < most) {
-            slot->ahead = true; // no victim of the others
-            n_ahead++;
+            set_ahead(*slot, true); // no victim of the others
         }
     }
     missing.resize(std::min(missing.size(), most - std::min(most, n_ahead)));
 
+    // of guesses the surest whole, so that what proves wrong has not begun; else as the matrices are computed.
+    // Short of memory is found out before a slot is taken: one that nobody reads would be waited for without end.
+    std::vector<job> jobs(missing.size()*n_parts);
     acquire(*layer.pool, missing.size(), found);
-    for (size_t i = 0; i < found.size(); i++) {
-        place(layer, missing[i], *found[i]);
-        found[i]->ahead   = true;
-        found[i]->n_pins += (int) n_parts;
-    }
-    // of guesses the surest whole, so that what proves wrong has not begun; else as the matrices are computed
-    for (size_t i = 0; i < found.size()*n_parts; i++) {
+    jobs.resize(found.size()*n_parts);
+    for (size_t i = 0; i < jobs.size(); i++) {
         const size_t k = guess ? i/n_parts : i%found.size();
         const size_t p = guess ? i%n_parts : i/found.size();
-        early.push_back({ found[k], (uint32_t) p, guess });
+        jobs[i] = { found[k], (uint32_t) p, guess };
+    }
+    try {
+        early.insert(early.end(), jobs.begin(), jobs.end());
+    } catch (const std::exception &) {
+        layer.pool->free.insert(layer.pool->free.end(), found.begin(), found.end());
+        throw;
+    }
+    for (size_t i = 0; i < found.size(); i++) {
+        place(layer, missing[i], *found[i]);
+        set_ahead(*found[i], true);
+        found[i]->n_pins += (int) n_parts;
     }
     counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD, found.size());
     if (!found.empty()) {
@@ -540,6 +566,7 @@ void ggml_moe_cache::drop_ahead() {
         for (auto & slot : pool->slots) {
             slot.ahead = false;
         }
+        pool->n_ahead = 0;
         trim(*pool);
     }
 }
@@ -583,11 +610,12 @@ const char * ggml_moe_cache::wait(const ggml_moe_cache_plan & plan, size_t part,
 // readers
 //
 
-// with the mutex held. Guesses keep half of the readers at most: a demand that comes meanwhile waits for less
+// with the mutex held. Guesses keep as many of the readers as their share of hits so far: a demand that comes meanwhile
+// waits for the others
 bool ggml_moe_cache::next_job(job & next) {
     const bool guess = demand.empty() && !early.empty() && early.front().guess;
     std::deque<job> & queue = demand.empty() ? early : demand;
-    if (queue.empty() || (guess && n_guessed >= std::max<size_t>(1, readers.size()/2))) {
+    if (queue.empty() || (guess && n_guessed >= std::max<size_t>(1, (size_t) std::lround(trust*readers.size())))) {
         return false;
     }
     next = queue.front();
@@ -625,10 +653,19 @@ void ggml_moe_cache::read(bool watches) {
 
         // who sees the state may count on the slot being free of this read
         n_guessed -= next.guess;
-        next.slot->n_pins--;
-        next.slot->layer->n_failed += state == GGML_MOE_CACHE_FAILED;
-        next.slot->state[next.part].store(state, std::memory_order_release);
+        ggml_moe_cache_slot  & slot  = *next.slot;
+        ggml_moe_cache_layer & layer = *slot.layer;
+        slot.n_pins--;
+        slot.state[next.part].store(state, std::memory_order_release);
+        layer.n_failed = state == GGML_MOE_CACHE_FAILED ? layer.n_failed + 1 : 0;
+        layer.pool->n_filled += !slot.filled;
+        slot.filled = true;
+        lock.unlock();
         ready.notify_all();
+        if (watches) {
+            watch();
+        }
+        lock.lock();
     }
 }
 
@@ -649,9 +686,13 @@ void ggml_moe_cache::follow(std::unique_lock<std::mutex> & lock) {
     n_guessing--;
 
     const auto it = layers.find(next.begin);
-    if (it != layers.end() && it->second->token == next.token && !experts.empty()) {
-        ahead(*it->second, experts, true);
-        it->second->foreseen = std::move(experts);
+    try {
+        if (it != layers.end() && it->second->token == next.token && !experts.empty()) {
+            ahead(*it->second, experts, true);
+            it->second->foreseen = std::move(experts);
+        }
+    } catch (const std::exception &) {
+        // short of memory: nothing was taken, the layer asks for what it needs
     }
     ready.notify_all(); // for `settle`
 }

@@ -47,6 +47,10 @@ struct ggml_moe_layer_stats {
 
 uint64_t ggml_moe_now_ns(void);
 
+// failed reads in a row after which a layer is left to the mapping, but for a try in so many passes
+static constexpr uint32_t GGML_MOE_CACHE_N_FAILED = 16;
+static constexpr uint32_t GGML_MOE_CACHE_N_RETRY  = 256;
+
 // tokens from which on a batch is taken for a piece of a prompt
 static constexpr size_t GGML_MOE_CACHE_N_PROMPT = 9;
 
@@ -77,6 +81,7 @@ struct ggml_moe_cache_slot {
     int32_t                expert = -1;
     int                    n_pins = 0;       // selections under way, reads queued and under way
     bool                   ahead  = false;   // read before its layer is due: kept until then
+    bool                   filled = false;   // its memory has been touched
     std::atomic<uint8_t>   state[MAX_PARTS] = {};
 };
 
@@ -99,10 +104,11 @@ struct ggml_moe_cache_layer {
     size_t                             index = 0; // position among all layers, in the order they run
     ggml_moe_cache_pool *              pool  = nullptr;
     ggml_moe_layer_stats *             stats = nullptr;
-    uint32_t                           n_failed = 0; // reads that did not succeed
+    uint32_t                           n_failed = 0; // latest reads, that did not succeed
     std::vector<int32_t>               foreseen;     // experts of its next selection, as far as one can tell
 
     bool overlaps(ggml_moe_range range) const;
+    bool readable() const { return n_failed < GGML_MOE_CACHE_N_FAILED || pass % GGML_MOE_CACHE_N_RETRY == 0; }
 };
 
 // powers of 2^(-1/half), tabulated: hundreds of scores are computed for one that is replaced
@@ -122,7 +128,9 @@ struct ggml_moe_cache_pool {
     size_t                             slot_size = 0;
     size_t                             n_experts = 0; // in all layers
     size_t                             n_max     = 0; // slots that may hold memory
-    size_t                             n_held    = 0; // slots that do
+    size_t                             n_held    = 0; // slots that do, or will once they are read
+    size_t                             n_filled  = 0; // slots whose memory has been touched
+    size_t                             n_ahead   = 0; // slots that were read ahead
     std::deque<ggml_moe_cache_slot>    slots;
     std::vector<ggml_moe_cache_slot *> free;          // hold memory
     std::vector<ggml_moe_cache_slot *> spare;         // hold none
@@ -139,7 +147,7 @@ struct ggml_moe_cache_plan {
 };
 
 struct ggml_moe_cache {
-    // `watch` is called about ten times a second by a reader that has nothing to do
+    // `watch` is called often by one of the readers, about ten times a second when it has nothing to do; it must not throw
     ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life, std::function<void()> watch);
     ~ggml_moe_cache();
 
@@ -156,8 +164,9 @@ struct ggml_moe_cache {
 
     // bytes of slots, shared among the pools by the size of their layers; slots in use go when they are no longer
     void   set_budget(uint64_t bytes);
-    size_t bytes_held();
-    size_t bytes_full(); // with every expert in memory
+    size_t bytes_held();   // of slots that have memory, or will once they are read
+    size_t bytes_filled(); // of memory that has been touched
+    size_t bytes_full();   // with every expert in memory
 
     // starts to read what is missing of the selection and keeps it in memory until `finish`
     // `overflow` gets the experts that no slot is left for; returns how many were missing
@@ -182,9 +191,9 @@ struct ggml_moe_cache {
 
 private:
     struct job {
-        ggml_moe_cache_slot * slot;
-        uint32_t              part;
-        bool                  guess; // may turn out not to be needed
+        ggml_moe_cache_slot * slot  = nullptr;
+        uint32_t              part  = 0;
+        bool                  guess = false; // may turn out not to be needed
     };
 
     struct guess {
@@ -207,6 +216,7 @@ private:
     std::deque<job>         demand;
     std::deque<job>         early; // read only when there is no demand
     size_t                  n_guessed = 0; // guesses being read
+    float                   trust = 0.5f;  // share of the foreseen experts that were selected, the latest counting most
     std::deque<guess>       guesses;
     size_t                  n_guessing = 0; // under way
     std::unordered_map<uintptr_t, std::unique_ptr<ggml_moe_cache_layer>> layers;
@@ -218,6 +228,7 @@ private:
     void read(bool watches);
     void follow(std::unique_lock<std::mutex> & lock);
     bool next_job(job & next);
+    size_t bytes(size_t ggml_moe_cache_pool::* n_slots);
     size_t ahead(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts, bool guess);
     void cancel(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids);
     ggml_moe_cache_state read_part(const job & job);
@@ -225,7 +236,9 @@ private:
     void trim(ggml_moe_cache_pool & pool);
     void evict(ggml_moe_cache_slot & slot);
     void touch(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids);
-    float value(const ggml_moe_cache_slot & slot) const;
+    void set_ahead(ggml_moe_cache_slot & slot, bool ahead);
+    float due(const ggml_moe_cache_layer & layer) const;
+    float counts(const ggml_moe_cache_layer & layer, int32_t expert) const;
     size_t acquire(ggml_moe_cache_pool & pool, size_t n, std::vector<ggml_moe_cache_slot *> & found);
     void place(ggml_moe_cache_layer & layer, int32_t expert, ggml_moe_cache_slot & slot);
 };

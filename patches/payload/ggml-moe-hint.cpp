@@ -1,6 +1,7 @@
 #include "ggml-moe-hint.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <exception>
 #include <system_error>
@@ -77,7 +78,9 @@ void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe_os & o
         }
         if (ggml_moe_find_mapping(state, range) && std::none_of(state.random.begin(), state.random.end(), same)) {
             state.random.push_back(range);
-            state.check(os.advise_random(range.begin, range.size()), "madvise(MADV_RANDOM)");
+            const int result = os.advise_random(range.begin, range.size());
+            lock.unlock(); // who receives the message may ask for the settings
+            state.check(result, "madvise(MADV_RANDOM)");
         }
     }
 }
@@ -110,9 +113,10 @@ size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os 
     return n_hinted;
 }
 
+// What is pushed out goes many pages at a time. One fault alone is a row of a table, which nobody can foresee.
 bool ggml_moe_all_resident(ggml_moe_prefetch_state & state, const ggml_moe_os & os) {
     const uint64_t faults = os.major_faults();
-    if (state.faults.exchange(faults) != faults) {
+    if (faults - state.faults.exchange(faults) > 1) {
         state.n_clean = 0;
     }
     return state.n_clean > 2*state.n_layers;
@@ -136,7 +140,8 @@ static void ggml_moe_lock(ggml_moe_prefetch_state & state, const ggml_moe_os & o
 
     auto same = [&](const ggml_moe_range & r) { return r.begin == range.begin; };
     const uint64_t held = state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED];
-    if (state.lock_refused || !ggml_moe_find_mapping(state, range) ||
+    if (state.mode.load() < GGML_MOE_PREFETCH_MODE_OVERLAP || // switched since the node hook looked
+        state.lock_refused || !ggml_moe_find_mapping(state, range) ||
         std::any_of(state.locked.begin(), state.locked.end(), same)) {
         return;
     }
@@ -253,8 +258,9 @@ void ggml_moe_release(ggml_moe_prefetch_state & state, const ggml_moe_os & os, c
     std::shared_lock<std::shared_mutex> lock(state.mutex);
     for (const ggml_tensor * weights : matrices) {
         const ggml_moe_range range = ggml_moe_range_inner(ggml_moe_tensor_range(weights), os.page_size);
-        if (ggml_moe_find_mapping(state, range)) {
-            state.check(os.advise_cold(range.begin, range.size()), "madvise(MADV_COLD)");
+        const int result = ggml_moe_find_mapping(state, range) ? os.advise_cold(range.begin, range.size()) : 0;
+        if (result != -ENOSYS) { // a kindness that not every system knows
+            state.check(result, "madvise(MADV_COLD)");
         }
     }
 }

@@ -125,9 +125,11 @@ uint64_t ggml_moe_os_cgroup_spare(const char * self_cgroup, const char * root) {
     uint64_t spare = UINT64_MAX;
     for (const auto & cgroup : ggml_moe_os_cgroups(self_cgroup, root)) {
         const std::string stat = ggml_moe_os_read_file(cgroup.dir + "/memory.stat");
+        // files in memory only are not part of what is anonymous; what is locked may be counted twice, the safe way round
         const uint64_t    held = cgroup.unified
-            ? ggml_moe_os_stat(stat, "anon") + ggml_moe_os_stat(stat, "kernel")
-            : ggml_moe_os_stat(stat, "total_rss") +
+            ? ggml_moe_os_stat(stat, "anon") + ggml_moe_os_stat(stat, "shmem") + ggml_moe_os_stat(stat, "unevictable") +
+              ggml_moe_os_stat(stat, "kernel")
+            : ggml_moe_os_stat(stat, "total_rss") + ggml_moe_os_stat(stat, "total_shmem") + ggml_moe_os_stat(stat, "total_unevictable") +
               strtoull(ggml_moe_os_read_file(cgroup.dir + "/memory.kmem.usage_in_bytes").c_str(), nullptr, 10);
         spare = std::min(spare, cgroup.limit - std::min(cgroup.limit, held));
     }

@@ -43,5 +43,5 @@ const ggml_moe_os * ggml_moe_os_native(void);
 // the content of /proc/self/cgroup and the folder where cgroups are mounted
 uint64_t ggml_moe_os_cgroup_limit(const char * self_cgroup, const char * root);
 
-// the same less what the cgroup cannot give back: anonymous memory and the kernel's own
+// the same less what the cgroup cannot give back: anonymous memory, files in memory only, locked pages and the kernel's own
 uint64_t ggml_moe_os_cgroup_spare(const char * self_cgroup, const char * root);

@@ -130,21 +130,26 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
     if (last != 0 && now - last < (state.cache_filling ? 10 : 100)*1000*1000) {
         return;
     }
+    state.budget_ns = now;
+
+    // it takes the kernel some time to tell, and graphs go on meanwhile
+    const uint64_t free      = os.memory_spare();
+    const uint64_t available = os.memory_available();
+
     std::unique_lock<std::shared_mutex> lock(state.mutex);
     if (!state.cache) {
         return;
     }
-    state.budget_ns = now;
-
     uint64_t budget = state.params.cache_bytes;
     if (budget == 0) {
-        const uint64_t held   = state.cache->bytes_held();
-        const uint64_t spare  = os.memory_spare() + held;
-        const uint64_t margin = std::max<uint64_t>(64*1024*1024, spare/32);
+        const uint64_t spare  = free + state.cache->bytes_filled();
+        const uint64_t margin = std::max<uint64_t>(32*1024*1024, spare/64);
         uint64_t bytes_always = 0;
         for (const auto & range : state.always) {
             bytes_always += range.second;
         }
+        // what is locked is not free
+        bytes_always -= std::min<uint64_t>(bytes_always, state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED]);
         budget = spare - std::min(spare, bytes_always + margin);
     }
     budget -= std::min<uint64_t>(budget, state.copy_bytes); // which the page cache holds until it is copied
@@ -154,7 +159,6 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
     for (const ggml_moe_mapping & mapping : state.mappings) {
         n_mapped += mapping.range.size();
     }
-    const uint64_t available = os.memory_available();
     state.cache_needed = state.cache_needed || budget < state.cache->bytes_full() ||
         (state.params.cache_bytes == 0 && available != 0 && n_mapped > available);
 
@@ -165,7 +169,8 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
         counter = budget;
         state.cache->set_budget(budget);
     }
-    state.cache_filling = state.cache->bytes_held() < counter - counter/32;
+    const uint64_t most = std::min<uint64_t>(counter, state.cache->bytes_full());
+    state.cache_filling = state.cache_needed && state.params.cache_bytes == 0 && state.cache->bytes_held() < most - most/32;
 }
 
 static int ggml_moe_cache_parts(const ggml_moe_prefetch_state & state, const ggml_moe_group & group, std::vector<ggml_moe_cache_part> & parts) {
@@ -223,7 +228,13 @@ static void ggml_moe_cache_learn(ggml_moe_prefetch_state & state, const ggml_moe
             const int n_readers = state.params.n_readers > 0 ? state.params.n_readers : std::max(2, std::min(4, n_cores/2));
             // memory can run short while no graph runs, as when another context is made
             state.cache = std::make_shared<ggml_moe_cache>(os, state.counters, n_readers, (float) state.params.half_life,
-                [&state, &os] { ggml_moe_cache_follow(state, os); });
+                [&state, &os] {
+                    try {
+                        ggml_moe_cache_follow(state, os);
+                    } catch (const std::exception &) { // short of memory: the budget stays
+                        state.count(GGML_MOE_PREFETCH_COUNTER_ERRORS);
+                    }
+                });
             state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = 0;
         }
         if (state.cache->find(begin)) {
@@ -239,7 +250,7 @@ static void ggml_moe_cache_learn(ggml_moe_prefetch_state & state, const ggml_moe
         }
         if (result == 0) {
             state.budget_ns      = 0;
-            state.routers[begin] = std::move(router);
+            state.routers[begin] = router && router->n_expert == group.n_expert() ? std::move(router) : nullptr;
             continue;
         }
         const bool is_first = state.uncached.empty();
@@ -315,7 +326,9 @@ static void ggml_moe_graph_begin(ggml_moe_prefetch_state & state, const ggml_moe
             state.budget_ns = 0;
         }
         ggml_moe_cache_learn(state, os, thread, cgraph);
-        ggml_moe_cache_follow(state, os);
+        if (state.budget_ns == 0) { // else a reader does
+            ggml_moe_cache_follow(state, os);
+        }
         cache = ggml_moe_cache_of(state);
         if (cache) {
             cache->drop_ahead();
@@ -386,23 +399,24 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     stats.n_selections++;
     stats.n_experts += ids.distinct.size();
 
-    if (mode == GGML_MOE_PREFETCH_MODE_CACHE) {
-        ggml_moe_cache_follow(state, os);
-    }
     const auto cache = mode == GGML_MOE_PREFETCH_MODE_CACHE ? ggml_moe_cache_of(state) : nullptr;
     ggml_moe_cache_layer * layer = cache ? cache->find((uintptr_t) group.nodes[0]->src[0]->data) : nullptr;
 
-    ggml_moe_group others;
-    if (layer != nullptr) {
-        std::vector<std::shared_ptr<ggml_moe_cache>> over;
-        std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
+    std::vector<std::shared_ptr<ggml_moe_cache>> over;
+    if (state.n_plans > 0) {
         // a node is in one running graph: another thread's plan for it is over, its graph's memory used again
+        std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
         for (size_t k = state.plans.size(); k-- > 0;) {
             ggml_moe_plan & old = *state.plans[k];
             if (std::any_of(group.nodes.begin(), group.nodes.end(), [&](const auto * n) { return ggml_moe_plan_has(old, n); })) {
                 over.push_back(ggml_moe_plan_unlist(state, old));
             }
         }
+    }
+
+    ggml_moe_group others;
+    if (layer != nullptr) {
+        std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
         others = ggml_moe_plan_begin(state, thread.plan, cache, *layer, group);
         stats.n_missed += cache->begin(thread.plan, ids, rest);
         state.count(GGML_MOE_PREFETCH_COUNTER_EXPERTS_OVERFLOW, rest.size());
@@ -571,6 +585,13 @@ static void ggml_moe_copy(const ggml_tensor * weights, const ggml_tensor * ids_t
     if (mode < GGML_MOE_PREFETCH_MODE_HINT) {
         return;
     }
+    if (data == nullptr) { // it may be any tensor that goes to the device
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+        if (weights->op != GGML_OP_NONE || weights->ne[2] < 2 || !ggml_moe_in_host_memory(weights) ||
+                !ggml_moe_find_mapping(state, ggml_moe_tensor_range(weights))) {
+            return;
+        }
+    }
     const ggml_moe_os & os    = *state.os.load();
     const uint64_t      start = ggml_moe_now_ns();
 
@@ -695,16 +716,39 @@ bool ggml_moe_prefetch_load_allowed(uint64_t n_bytes) {
         return true;
     }
 
-    std::shared_lock<std::shared_mutex> lock(state.mutex);
-    bool allowed = state.params.load == 1;
-    if (state.params.load == -1) {
-        const uint64_t available = state.os.load()->memory_available();
-        allowed = available == 0 || n_bytes <= available;
-    }
+    bool allowed = true;
+    ggml_moe_guard([&] {
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+        const uint64_t available = state.params.load == -1 ? state.os.load()->memory_available() : 0;
+        allowed = state.params.load == -1 ? available == 0 || n_bytes <= available : state.params.load == 1;
+    });
     if (!allowed) {
         state.count(GGML_MOE_PREFETCH_COUNTER_LOAD_SKIPPED);
     }
     return allowed;
+}
+
+// entries of a set or map whose address lies in the range
+template <typename T, typename F>
+static void ggml_moe_forget(T & items, ggml_moe_range cut, F begin_of) {
+    for (auto it = items.begin(); it != items.end();) {
+        const uintptr_t begin = begin_of(*it);
+        it = cut.begin <= begin && begin < cut.end ? items.erase(it) : std::next(it);
+    }
+}
+
+// with the state's mutex held: what is known of weights in the range
+static void ggml_moe_forget_layers(ggml_moe_prefetch_state & state, ggml_moe_range cut) {
+    for (const auto & entry : state.layer_index) {
+        if (cut.begin <= entry.first && entry.first < cut.end) {
+            state.layers_unused.push_back(entry.second);
+        }
+    }
+    ggml_moe_forget(state.layer_index, cut, [](const auto & entry) { return entry.first; });
+    ggml_moe_forget(state.routers,     cut, [](const auto & entry) { return entry.first; });
+    ggml_moe_forget(state.always,      cut, [](const auto & entry) { return entry.first; });
+    ggml_moe_forget(state.uncached,    cut, [](uintptr_t begin)    { return begin; });
+    state.n_layers = state.layer_index.size();
 }
 
 static void ggml_moe_map_add(const void * addr, size_t size, int fd) {
@@ -725,6 +769,7 @@ static void ggml_moe_map_add(const void * addr, size_t size, int fd) {
     }
 
     std::unique_lock<std::shared_mutex> lock(state.mutex);
+    ggml_moe_forget_layers(state, mapping.range); // weights in memory of their own, which has been given back
     state.mappings.push_back(mapping);
     state.count(GGML_MOE_PREFETCH_COUNTER_MAPPINGS);
 }
@@ -745,15 +790,6 @@ static void ggml_moe_cut(std::vector<T> & items, ggml_moe_range cut, F range_of)
         }
     }
     items = std::move(left);
-}
-
-// entries of a set or map whose address lies in the range
-template <typename T, typename F>
-static void ggml_moe_forget(T & items, ggml_moe_range cut, F begin_of) {
-    for (auto it = items.begin(); it != items.end();) {
-        const uintptr_t begin = begin_of(*it);
-        it = cut.begin <= begin && begin < cut.end ? items.erase(it) : std::next(it);
-    }
 }
 
 static void ggml_moe_cut_queue(std::deque<ggml_moe_range> & queue, ggml_moe_range cut) {
@@ -805,11 +841,7 @@ static void ggml_moe_map_remove(const void * addr, size_t size) {
         }
         state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED] = n_locked;
 
-        ggml_moe_forget(state.layer_index, cut, [](const auto & entry) { return entry.first; });
-        ggml_moe_forget(state.routers,     cut, [](const auto & entry) { return entry.first; });
-        ggml_moe_forget(state.always,      cut, [](const auto & entry) { return entry.first; });
-        ggml_moe_forget(state.uncached,    cut, [](uintptr_t begin)    { return begin; });
-        state.n_layers     = state.layer_index.size();
+        ggml_moe_forget_layers(state, cut);
         state.lock_refused = false;
         {
             std::lock_guard<std::mutex> queue_lock(state.queue_mutex);

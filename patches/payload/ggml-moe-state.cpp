@@ -2,11 +2,14 @@
 #include "ggml-moe-hint.h"
 #include "ggml-moe-prefetch-impl.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <utility>
+#include <vector>
 
 #if !defined(_WIN32)
 #    include <pthread.h>
@@ -195,6 +198,13 @@ const ggml_moe_mapping * ggml_moe_find_mapping(const ggml_moe_prefetch_state & s
     return nullptr;
 }
 
+static void ggml_moe_layer_reset(ggml_moe_layer_stats & layer) {
+    for (auto * value : { &layer.n_selections, &layer.n_experts, &layer.n_missed, &layer.bytes, &layer.n_late,
+            &layer.n_in_time, &layer.hint_ns, &layer.wait_ns, &layer.read_ns, &layer.total_ns }) {
+        value->store(0);
+    }
+}
+
 ggml_moe_layer_stats & ggml_moe_layer_of(ggml_moe_prefetch_state & state, const ggml_tensor * first) {
     const uintptr_t begin = (uintptr_t) first->data;
     {
@@ -209,11 +219,20 @@ ggml_moe_layer_stats & ggml_moe_layer_of(ggml_moe_prefetch_state & state, const 
     if (it != state.layer_index.end()) {
         return state.layers[it->second];
     }
-    state.layer_index[begin] = state.layers.size();
-    state.layers.emplace_back();
+    size_t index = state.layers.size();
+    if (state.layers_unused.empty()) {
+        state.layers.emplace_back();
+    } else {
+        // the lowest, so that a model that is loaded again has its layers in their order
+        const auto lowest = std::min_element(state.layers_unused.begin(), state.layers_unused.end());
+        index = *lowest;
+        state.layers_unused.erase(lowest);
+        ggml_moe_layer_reset(state.layers[index]);
+    }
+    state.layer_index[begin] = index;
     state.n_layers = state.layer_index.size();
-    memcpy(state.layers.back().name, first->name, sizeof(state.layers.back().name));
-    return state.layers.back();
+    memcpy(state.layers[index].name, first->name, sizeof(state.layers[index].name));
+    return state.layers[index];
 }
 
 //
@@ -242,31 +261,34 @@ bool ggml_moe_prefetch_get_params(struct ggml_moe_prefetch_params * params, size
     return true;
 }
 
-bool ggml_moe_prefetch_set_params(const struct ggml_moe_prefetch_params * params) {
-    if (params->size != sizeof(*params) || !ggml_moe_params_valid(*params)) {
-        return false;
-    }
+static bool ggml_moe_params_change(const std::function<void(ggml_moe_prefetch_params &)> & change) {
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
 
-    ggml_moe_queue_drop(state);
-    std::shared_ptr<ggml_moe_cache> cache;
+    std::shared_ptr<ggml_moe_cache> cache; // its end, without the lock, joins threads
+    std::vector<std::pair<int, const char *>> results;
     {
         std::unique_lock<std::shared_mutex> lock(state.mutex);
+        ggml_moe_prefetch_params params = state.params;
+        change(params);
+        if (!ggml_moe_params_valid(params)) {
+            return false;
+        }
+        ggml_moe_queue_drop(state);
         const ggml_moe_os & os = *state.os.load();
-        if (params->mode < GGML_MOE_PREFETCH_MODE_HINT) {
+        if (params.mode < GGML_MOE_PREFETCH_MODE_HINT) {
             for (const ggml_moe_range & range : state.random) {
-                state.check(os.advise_normal(range.begin, range.size()), "madvise(MADV_NORMAL)");
+                results.push_back({ os.advise_normal(range.begin, range.size()), "madvise(MADV_NORMAL)" });
             }
             state.random.clear();
         }
-        if (params->mode < GGML_MOE_PREFETCH_MODE_OVERLAP || params->lock_bytes == 0) {
+        if (params.mode < GGML_MOE_PREFETCH_MODE_OVERLAP || params.lock_bytes == 0) {
             for (const ggml_moe_range & range : state.locked) {
-                state.check(os.unlock(range.begin, range.size()), "munlock");
+                results.push_back({ os.unlock(range.begin, range.size()), "munlock" });
             }
             state.locked.clear();
             state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED] = 0;
         }
-        if (params->mode != GGML_MOE_PREFETCH_MODE_CACHE) {
+        if (params.mode != GGML_MOE_PREFETCH_MODE_CACHE) {
             cache = std::move(state.cache); // selections under way keep it until they end
             state.cache_needed = false;
             state.uncached.clear();
@@ -275,18 +297,22 @@ bool ggml_moe_prefetch_set_params(const struct ggml_moe_prefetch_params * params
         state.budget_ns    = 0;
         state.n_clean      = 0;
         state.lock_refused = false;
-        state.params    = *params;
-        state.wide      = params->wide;
-        state.mode      = params->mode;
+        state.params    = params;
+        state.wide      = params.wide;
+        state.mode      = params.mode;
+    }
+    for (const auto & result : results) { // without the lock: who receives the message may ask for the settings
+        state.check(result.first, result.second);
     }
     return true;
 }
 
+bool ggml_moe_prefetch_set_params(const struct ggml_moe_prefetch_params * params) {
+    return params->size == sizeof(*params) && ggml_moe_params_change([&](ggml_moe_prefetch_params & current) { current = *params; });
+}
+
 bool ggml_moe_prefetch_set_mode(enum ggml_moe_prefetch_mode mode) {
-    ggml_moe_prefetch_params params;
-    ggml_moe_prefetch_get_params(&params, sizeof(params));
-    params.mode = mode;
-    return ggml_moe_prefetch_set_params(&params);
+    return ggml_moe_params_change([&](ggml_moe_prefetch_params & current) { current.mode = mode; });
 }
 
 enum ggml_moe_prefetch_mode ggml_moe_prefetch_get_mode(void) {
@@ -318,10 +344,7 @@ void ggml_moe_prefetch_counter_reset(void) {
     }
     std::unique_lock<std::shared_mutex> lock(state.mutex);
     for (ggml_moe_layer_stats & layer : state.layers) {
-        for (auto * value : { &layer.n_selections, &layer.n_experts, &layer.n_missed, &layer.bytes, &layer.n_late,
-                &layer.n_in_time, &layer.hint_ns, &layer.wait_ns, &layer.read_ns, &layer.total_ns }) {
-            value->store(0);
-        }
+        ggml_moe_layer_reset(layer);
     }
 }
 

@@ -65,6 +65,7 @@ struct ggml_moe_prefetch_state {
     std::unordered_map<uintptr_t, size_t>     always; // always used weights seen so far: begin, bytes
     std::unordered_map<uintptr_t, size_t>     layer_index; // by the begin of the first matrix
     std::deque<ggml_moe_layer_stats>          layers;
+    std::vector<size_t>                       layers_unused; // of models that have gone
     std::atomic<size_t>                       n_layers{0};
     bool                                      lock_refused = false;
     std::shared_ptr<ggml_moe_cache>           cache;

@@ -261,7 +261,7 @@ static void test_random_traffic() {
             CHECK_EQ(n_mapped > 0, fail > 0);
             CHECK_EQ(t_counter("errors") > 0, fail > 0);
             CHECK(t_counter("evicted") > 0);
-            CHECK_EQ(t_counter("experts_overflow") > 0, fail > 0); // a layer that fails too often is given up
+            CHECK_EQ(t_counter("experts_overflow"), 0u); // no layer is given up for a read that fails now and then
             CHECK(t_counter("cache_budget") <= 40*SLOT);
         }
     }
@@ -480,15 +480,15 @@ static void test_fallback() {
     CHECK_EQ(model.run(), 2u*2*3*2);
     CHECK_EQ(t_counter("reads"), 0u);
 
-    // all that is spare, less a margin of 64 MiB
+    // all that is spare, less a margin of 32 MiB
     reset(params);
-    spare = 64*1024*1024 + 8*SLOT;
+    spare = 32*1024*1024 + 8*SLOT;
     CHECK_EQ(model.run(), 0u);
     CHECK_EQ(t_counter("cache_budget"), 8*SLOT);
     CHECK_EQ(t_counter("reads"), 2u*2*3);
 
     // less of it: noticed while no graph runs; the 4 slots that are held are no loss of what is spare
-    spare = 64*1024*1024;
+    spare = 32*1024*1024;
     for (int i = 0; i < 1000 && t_counter("cache_budget") != 4*SLOT; i++) {
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
@@ -632,6 +632,68 @@ static void test_reads_refused() {
     CHECK(t_counter("errors") >= 16 && t_counter("errors") < 16 + 6);
     CHECK_EQ(t_counter("reads"), t_counter("errors"));
     CHECK(t_counter("bytes_hinted") > 0);
+
+    // and tried again after 256 passes, 20 of which are over
+    fail_every = 0;
+    ggml_moe_prefetch_counter_reset();
+    model.ids[0][0] = 5;
+    for (int pass = 20; pass < 255; pass++) {
+        CHECK_EQ(model.run(1), 6u);
+    }
+    CHECK_EQ(t_counter("reads"), 0u);
+    CHECK_EQ(model.run(1), 0u);
+    CHECK_EQ(model.run(1), 0u);
+    CHECK_EQ(t_counter("reads"), 6u);
+}
+
+// a model that is loaded again takes the place of the one that has gone, with times of its own
+static void test_loaded_again() {
+    reset(cache_params(8));
+    const int n_before = ggml_moe_prefetch_layer_count();
+    t_model model(4);
+    for (int load = 0; load < 5; load++) {
+        for (int pass = 0; pass <= load; pass++) {
+            model.run();
+        }
+        ggml_moe_prefetch_layer layer;
+        CHECK_EQ(ggml_moe_prefetch_layer_count(), std::max(n_before, 4));
+        CHECK(ggml_moe_prefetch_layer_get(0, &layer));
+        CHECK_EQ(layer.n_selections, (uint64_t) load + 1);
+        unmap_files();
+        map_files();
+    }
+}
+
+// what is locked is not free, so it is taken off the budget once: by the kernel
+static void test_budget() {
+    const uint64_t mib = 1024*1024;
+    ggml_moe_prefetch_params params = cache_params(0);
+    reset(params);
+    spare = 4096*mib;
+    t_model model(1);
+    model.run();
+    CHECK_EQ(t_counter("cache_budget"), 4096*mib - 4096*mib/64); // a margin of 1/64
+
+    reset(params);
+    spare = 256*mib;
+    model.run();
+    CHECK_EQ(t_counter("cache_budget"), 256*mib - 32*mib); // and of 32 MiB at least
+
+    // 8 MiB of always used weights: first they are yet to come, then they are locked and no longer spare
+    model.g.add(GGML_OP_MUL_MAT, model.g.weights(MAP[0] + 512*PAGE, 1, 8*mib));
+    reset(params);
+    spare = 52*mib;
+    model.run();
+    CHECK_EQ(t_counter("cache_budget"), 12*mib);
+    params.lock_bytes = 16*mib;
+    reset(params);
+    spare = 52*mib;
+    model.run();
+    spare = 44*mib;
+    wait_until("cache_budget", 12*mib);
+    CHECK_EQ(t_counter("bytes_locked"), 8*mib);
+    spare = 52*mib;
+    wait_until("cache_budget", 20*mib);
 }
 
 // contexts of their own threads share the layers of one model
@@ -685,6 +747,8 @@ int main() {
     test_unload_with_hole();
     test_off_gives_memory_back();
     test_reads_refused();
+    test_loaded_again();
+    test_budget();
 
     unmap_files();
     CHECK_EQ(n_open, 0u);

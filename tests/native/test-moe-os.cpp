@@ -49,6 +49,17 @@ static void test_cgroup(const fs::path & root) {
     CHECK_EQ(ggml_moe_os_cgroup_limit("4:memory:/x/gone\n", r.c_str()), 1610612736u);
     CHECK_EQ(ggml_moe_os_cgroup_limit("4:memory:/\n", r.c_str()), 9223372036854771712u);
 
+    // v2: 100 anonymous, 20 of a file in memory, 3 locked, 1 of the kernel's are held; pages of files are not
+    write_file(root / "s/memory.max",  "1000\n");
+    write_file(root / "s/memory.stat", "anon 100\nfile 500\nkernel 1\nshmem 20\nfile_mapped 90\nunevictable 3\n");
+    CHECK_EQ(ggml_moe_os_cgroup_spare("0::/s\n", r.c_str()), 1000u - 124u);
+
+    // v1: the figures of the group with its children, not its own
+    write_file(root / "memory/s/memory.limit_in_bytes",      "1000\n");
+    write_file(root / "memory/s/memory.kmem.usage_in_bytes", "1\n");
+    write_file(root / "memory/s/memory.stat", "rss 7\nshmem 7\nunevictable 7\ntotal_rss 100\ntotal_shmem 20\ntotal_unevictable 3\n");
+    CHECK_EQ(ggml_moe_os_cgroup_spare("4:memory:/s\n", r.c_str()), 1000u - 124u);
+
     CHECK_EQ(ggml_moe_os_cgroup_limit("",         r.c_str()), UINT64_MAX);
     CHECK_EQ(ggml_moe_os_cgroup_limit("rubbish\n", r.c_str()), UINT64_MAX);
 }
