@@ -312,7 +312,7 @@ bool ggml_moe_prefetch_set_params(const struct ggml_moe_prefetch_params * params
 }
 
 bool ggml_moe_prefetch_set_mode(enum ggml_moe_prefetch_mode mode) {
-    return ggml_moe_params_change([&](ggml_moe_prefetch_params & current) { current.mode = mode; });
+    return ggml_moe_params_change([value = (int32_t) mode](ggml_moe_prefetch_params & current) { current.mode = value; });
 }
 
 enum ggml_moe_prefetch_mode ggml_moe_prefetch_get_mode(void) {
