@@ -22,18 +22,11 @@ void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & o
 bool ggml_moe_all_resident(ggml_moe_prefetch_state & state, const ggml_moe_os & os);
 void ggml_moe_saw(ggml_moe_prefetch_state & state, size_t n_absent);
 
-// The selected experts of a group, without holding up the caller: `plan` has those first of which every page is there, and
-// `ggml_moe_ask_wait` comes back when what the matmul is about to read has been asked for. Returns the bytes asked for;
-// 0: all is there, and there is no plan.
-size_t ggml_moe_ask(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_plan & plan, const ggml_moe_group & group,
-    const std::vector<int32_t> & experts);
-void ggml_moe_ask_wait(ggml_moe_prefetch_state & state, const ggml_moe_plan & plan, size_t n);
-
-// some experts of some matrices, ahead of their layer; false: it would push out what is in use
+// some experts of some matrices, without holding up the caller: a request for a whole layer blocks until the disk has
+// taken it; false: it would push out what is in use
 bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices,
     const std::vector<int32_t> & experts);
 void ggml_moe_queue_drop(ggml_moe_prefetch_state & state);
-void ggml_moe_queue_cut (ggml_moe_prefetch_state & state, ggml_moe_range cut); // requests with a part in it
 
 // experts that are the first to go
 void ggml_moe_release(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices);

@@ -6,6 +6,3 @@
 
 // replaces the operating system; NULL restores the native one; no model may be mapped and the mode must be off
 void ggml_moe_prefetch_set_os(const ggml_moe_os * os);
-
-// for tests: waits until all requests have been made
-void ggml_moe_prefetch_settle(void);

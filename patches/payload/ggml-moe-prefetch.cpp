@@ -63,41 +63,27 @@ static bool ggml_moe_plan_has(const ggml_moe_plan & plan, const ggml_tensor * no
     return std::find(plan.nodes.begin(), plan.nodes.end(), node) != plan.nodes.end();
 }
 
-static void ggml_moe_plan_list(ggml_moe_prefetch_state & state, ggml_moe_plan & plan) {
-    plan.owner = std::this_thread::get_id();
-    plan.state  = &state;
-    plan.listed = true;
-    state.plans.push_back(&plan);
-    state.n_plans = state.plans.size();
-}
-
 // with the list's mutex held; the cache comes back so that it can end without it
 static std::shared_ptr<ggml_moe_cache> ggml_moe_plan_unlist(ggml_moe_prefetch_state & state, ggml_moe_plan & plan) {
-    if (plan.cache) {
-        plan.cache->finish(plan);
-    }
-    plan.nodes.clear();
-    plan.asked.reset();
-    plan.listed = false;
+    plan.cache->finish(plan);
     state.plans.erase(std::remove(state.plans.begin(), state.plans.end(), &plan), state.plans.end());
     state.n_plans = state.plans.size();
     return std::move(plan.cache);
 }
 
 static void ggml_moe_plan_end(ggml_moe_plan & plan) {
-    ggml_moe_prefetch_state * state = plan.state;
-    if (state == nullptr) {
+    if (plan.state == nullptr) {
         return;
     }
-    plan.state = nullptr;
-    if (state != &ggml_moe_prefetch_get_state()) { // in a child: its threads and locks are the parent's
+    if (plan.state != &ggml_moe_prefetch_get_state()) { // in a child: its threads and locks are the parent's
         new std::shared_ptr<ggml_moe_cache>(std::move(plan.cache));
+        plan.state = nullptr;
         return;
     }
     std::shared_ptr<ggml_moe_cache> cache; // its end, if this was the last to use it, joins threads
-    std::unique_lock<std::shared_mutex> lock(state->plans_mutex);
-    if (plan.listed) { // else another thread ended it
-        cache = ggml_moe_plan_unlist(*state, plan);
+    std::unique_lock<std::shared_mutex> lock(plan.state->plans_mutex);
+    if (plan.cache) { // else another thread ended it
+        cache = ggml_moe_plan_unlist(*plan.state, plan);
     }
 }
 
@@ -107,7 +93,7 @@ ggml_moe_thread::~ggml_moe_thread() {
 
 // The matmuls of a group that the cache knows by their weights are sent to it; returns the others, which read the
 // mapping: adapters of a LoRA share the ids, and a graph that is run in pieces shows parts of a group.
-static ggml_moe_group ggml_moe_plan_begin(ggml_moe_plan & plan,
+static ggml_moe_group ggml_moe_plan_begin(ggml_moe_prefetch_state & state, ggml_moe_plan & plan,
         const std::shared_ptr<ggml_moe_cache> & cache, ggml_moe_cache_layer & layer, const ggml_moe_group & group) {
     ggml_moe_group others;
 
@@ -127,6 +113,8 @@ static ggml_moe_group ggml_moe_plan_begin(ggml_moe_plan & plan,
     }
     plan.cache = cache;
     plan.layer = &layer;
+    plan.owner = std::this_thread::get_id();
+    plan.state = &state;
     return others;
 }
 
@@ -429,10 +417,11 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     ggml_moe_group others;
     if (layer != nullptr) {
         std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
-        others = ggml_moe_plan_begin(thread.plan, cache, *layer, group);
+        others = ggml_moe_plan_begin(state, thread.plan, cache, *layer, group);
         stats.n_missed += cache->begin(thread.plan, ids, rest);
         state.count(GGML_MOE_PREFETCH_COUNTER_EXPERTS_OVERFLOW, rest.size());
-        ggml_moe_plan_list(state, thread.plan);
+        state.plans.push_back(&thread.plan);
+        state.n_plans = state.plans.size();
         lock.unlock();
     } else {
         rest = ids.distinct;
@@ -441,18 +430,9 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     const bool all_resident = ggml_moe_all_resident(state, os);
     if (!rest.empty()) {
         ggml_moe_hint_random(state, os, group.weights());
-        size_t n_hinted = 0;
-        if (layer != nullptr) { // what the cache has no memory for has never been looked at
-            n_hinted = ggml_moe_hint_experts(state, os, group.weights(), rest);
-        } else if (!all_resident) {
-            n_hinted = ggml_moe_ask(state, os, thread.plan, group, rest);
-        }
-        if (thread.plan.asked) {
-            thread.plan.stats = &stats;
-            std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
-            ggml_moe_plan_list(state, thread.plan);
-        }
-        if (layer != nullptr || !all_resident) {
+        // what the cache has no memory for has never been looked at
+        if (!all_resident || layer != nullptr) {
+            const size_t n_hinted = ggml_moe_hint_experts(state, os, group.weights(), rest);
             stats.bytes += n_hinted;
             ggml_moe_saw(state, n_hinted);
         }
@@ -693,22 +673,19 @@ int ggml_moe_prefetch_expert(struct ggml_tensor ** dst, int i, struct ggml_moe_p
         ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
         view->plan = nullptr;
         view->node = *dst;
-        if (state.mode.load(std::memory_order_relaxed) < GGML_MOE_PREFETCH_MODE_HINT || state.n_plans == 0) {
+        if (state.mode.load(std::memory_order_relaxed) != GGML_MOE_PREFETCH_MODE_CACHE) {
             return i;
         }
         std::shared_lock<std::shared_mutex> lock(state.plans_mutex);
         for (const ggml_moe_plan * plan : state.plans) {
-            if (!ggml_moe_plan_has(*plan, view->node)) {
-                continue;
-            }
-            view->plan = plan;
-            if (plan->cache) {
+            if (ggml_moe_plan_has(*plan, view->node)) {
+                view->plan    = plan;
                 view->dst     = *view->node;
                 view->weights = *view->node->src[0];
                 view->dst.src[0] = &view->weights;
                 *dst = &view->dst;
+                break;
             }
-            break;
         }
     }
     if (view->plan == nullptr) {
@@ -717,15 +694,12 @@ int ggml_moe_prefetch_expert(struct ggml_tensor ** dst, int i, struct ggml_moe_p
 
     // the announcing thread keeps the plan until all threads have left the group
     const ggml_moe_plan & plan = *(const ggml_moe_plan *) view->plan;
-    const int    id   = plan.order[i];
-    const size_t part = std::find(plan.nodes.begin(), plan.nodes.end(), view->node) - plan.nodes.begin();
-    if (plan.cache) {
-        const char * data = i < (int) plan.slots.size() ? plan.cache->wait(plan, part, i) : nullptr;
-        view->weights.data = data ? (void *) ((uintptr_t) data - id*view->weights.nb[2]) : view->node->src[0]->data;
-    } else {
-        const size_t n_selected = plan.needs.size()/plan.nodes.size();
-        if (i < (int) n_selected) {
-            ggml_moe_ask_wait(*plan.state, plan, plan.needs[part*n_selected + i]);
+    const int id = plan.order[i];
+    view->weights.data = view->node->src[0]->data;
+    if (i < (int) plan.slots.size()) {
+        const size_t part = std::find(plan.nodes.begin(), plan.nodes.end(), view->node) - plan.nodes.begin();
+        if (const char * data = plan.cache->wait(plan, part, i)) {
+            view->weights.data = (void *) ((uintptr_t) data - id*view->weights.nb[2]);
         }
     }
     return id;
@@ -818,6 +792,12 @@ static void ggml_moe_cut(std::vector<T> & items, ggml_moe_range cut, F range_of)
     items = std::move(left);
 }
 
+static void ggml_moe_cut_queue(std::deque<ggml_moe_range> & queue, ggml_moe_range cut) {
+    queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const ggml_moe_range & range) {
+        return range.begin < cut.end && cut.begin < range.end;
+    }), queue.end());
+}
+
 static void ggml_moe_map_remove(const void * addr, size_t size) {
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
 
@@ -842,7 +822,7 @@ static void ggml_moe_map_remove(const void * addr, size_t size) {
         {
             std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
             for (size_t k = state.plans.size(); k-- > 0;) {
-                if (state.plans[k]->cache && state.plans[k]->layer->overlaps(cut)) {
+                if (state.plans[k]->layer->overlaps(cut)) {
                     over.push_back(ggml_moe_plan_unlist(state, *state.plans[k]));
                 }
             }
@@ -863,7 +843,10 @@ static void ggml_moe_map_remove(const void * addr, size_t size) {
 
         ggml_moe_forget_layers(state, cut);
         state.lock_refused = false;
-        ggml_moe_queue_cut(state, cut);
+        {
+            std::lock_guard<std::mutex> queue_lock(state.queue_mutex);
+            ggml_moe_cut_queue(state.queue, cut);
+        }
 
         if (state.mappings.empty()) { // the last model has gone
             last = std::move(state.cache);

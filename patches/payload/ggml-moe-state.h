@@ -40,28 +40,12 @@ struct ggml_moe_mapping {
     std::shared_ptr<const ggml_moe_file> file;
 };
 
-// what one selection asks the kernel for, request by request
-struct ggml_moe_asked {
-    std::atomic<size_t> n_done{0};
-    size_t              n_all    = 0;
-    size_t              n_wanted = SIZE_MAX; // the least that somebody waits for, with the queue's mutex held
-};
-
-struct ggml_moe_request {
-    ggml_moe_range                  range;
-    std::shared_ptr<ggml_moe_asked> asked; // NULL: ahead of its layer, of which nobody has looked what is in memory
-};
-
-// a selection under way, as the threads of its matmuls see it: in the cache, or asked for in the mapping
+// a selection in the cache, as the threads of its matmuls see it
 struct ggml_moe_prefetch_state;
 
 struct ggml_moe_plan : ggml_moe_cache_plan {
     std::shared_ptr<ggml_moe_cache> cache;
-    std::shared_ptr<ggml_moe_asked> asked;
-    std::vector<size_t>             needs; // [n_nodes][n_selected] requests that come before the slice is read
-    ggml_moe_layer_stats *          stats = nullptr;
-    ggml_moe_prefetch_state *       state  = nullptr; // in whose list the owner has put it
-    bool                            listed = false;   // still, with the list's mutex held
+    ggml_moe_prefetch_state *       state = nullptr; // in whose list it is
 };
 
 struct ggml_moe_prefetch_state {
@@ -100,13 +84,11 @@ struct ggml_moe_prefetch_state {
     std::vector<ggml_moe_plan *> plans;
     std::atomic<size_t>          n_plans{0};
 
-    // reads are started by a thread of its own: a request takes as long as the kernel needs to make room for it
-    std::mutex                   queue_mutex;
-    std::condition_variable      queue_filled;
-    std::condition_variable      queue_done;
-    std::deque<ggml_moe_request> demand;
-    std::deque<ggml_moe_request> early; // only when there is no demand
-    bool                         queue_running = false;
+    // overlap: ranges for which to start reads without holding up a compute thread
+    std::mutex                 queue_mutex;
+    std::condition_variable    queue_filled;
+    std::deque<ggml_moe_range> queue;
+    bool                       queue_running = false;
 
     ggml_moe_prefetch_state(); // settings from the environment
 

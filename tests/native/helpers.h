@@ -84,7 +84,6 @@ struct t_graph {
         for (int i = first; i < cgraph.n_nodes; i++) {
             ggml_moe_prefetch_node(&cgraph, i);
         }
-        ggml_moe_prefetch_settle();
     }
 };
 

@@ -2,12 +2,8 @@
 
 #include "helpers.h"
 
-#include <algorithm>
 #include <cerrno>
-#include <chrono>
-#include <mutex>
 #include <set>
-#include <thread>
 
 struct t_request {
     char      what; // w: willneed, r: random, n: normal
@@ -19,30 +15,16 @@ struct t_request {
     }
 };
 
-static std::mutex             mutex;
 static std::vector<t_request> requests;
-static std::atomic<int>       willneed_us{0}; // how long a request takes
 static std::set<uintptr_t>    resident_pages;
 static int                    result_willneed;
 static int                    result_resident;
 static uint64_t               available;
 static bool                   resident_known = true;
 
-static int record(char what, uintptr_t addr, size_t size, int result) {
-    std::lock_guard<std::mutex> lock(mutex);
-    requests.push_back({ what, addr, size });
-    return result;
-}
-
-static int fake_willneed(uintptr_t addr, size_t size) {
-    if (willneed_us > 0) {
-        std::this_thread::sleep_for(std::chrono::microseconds(willneed_us));
-    }
-    return record('w', addr, size, result_willneed);
-}
-
-static int fake_random(uintptr_t addr, size_t size) { return record('r', addr, size, 0); }
-static int fake_normal(uintptr_t addr, size_t size) { return record('n', addr, size, 0); }
+static int fake_willneed(uintptr_t addr, size_t size) { requests.push_back({ 'w', addr, size }); return result_willneed; }
+static int fake_random  (uintptr_t addr, size_t size) { requests.push_back({ 'r', addr, size }); return 0; }
+static int fake_normal  (uintptr_t addr, size_t size) { requests.push_back({ 'n', addr, size }); return 0; }
 
 static int fake_resident(uintptr_t addr, size_t size, uint8_t * pages) {
     for (size_t i = 0; i < size/4096; i++) {
@@ -87,14 +69,12 @@ static void reset(enum ggml_moe_prefetch_mode mode) {
     ggml_moe_prefetch_map_remove((const void *) BASE, 0x200000);
     ggml_moe_prefetch_map_add((const void *) BASE, 0x200000, -1);
     ggml_moe_prefetch_counter_reset();
-    ggml_moe_prefetch_settle();
     requests.clear();
     resident_pages.clear();
     result_willneed = result_resident = 0;
 }
 
 static std::vector<t_request> only(char what) {
-    ggml_moe_prefetch_settle();
     std::vector<t_request> found;
     for (const auto & r : requests) {
         if (r.what == what) {
@@ -151,8 +131,6 @@ static void test_hint() {
 
     // everything is asked for at the first matmul; the second and third ask for nothing
     ggml_moe_prefetch_node(&layer.g.cgraph, 0);
-    ggml_moe_prefetch_settle();
-    ggml_moe_prefetch_settle();
     const size_t n_first = requests.size();
     layer.g.run(1);
     CHECK_EQ(requests.size(), n_first);
@@ -192,63 +170,6 @@ static void test_hint() {
         CHECK_EQ(normal[m].addr, random[m].addr);
         CHECK_EQ(normal[m].size, random[m].size);
     }
-}
-
-// experts of which every page is there are computed first, the others when they have been asked for
-static void test_order() {
-    reset(GGML_MOE_PREFETCH_MODE_HINT);
-    t_layer layer({{ 0, 3 }, { 2, 0 }});
-    for (int m = 0; m < 3; m++) {
-        for (uintptr_t page = (layer.addr[m] + 2*SLICE) & ~(uintptr_t) 4095; page < layer.addr[m] + 3*SLICE; page += 4096) {
-            resident_pages.insert(page);
-        }
-    }
-    willneed_us = 300;
-    for (int m = 0; m < 3; m++) {
-        ggml_moe_prefetch_node(&layer.g.cgraph, 2*m);
-        std::vector<std::thread> threads;
-        for (int t = 0; t < 3; t++) {
-            threads.emplace_back([&, m] {
-                ggml_tensor * dst = layer.g.nodes[2*m];
-                ggml_moe_prefetch_view view;
-                for (int i = 0; i < 4; i++) {
-                    const int id = ggml_moe_prefetch_expert(&dst, i, &view);
-                    CHECK_EQ((uint64_t) id, (uint64_t) (i == 0 ? 2 : i == 1 ? 0 : i == 2 ? 3 : 1)); // 1 is not selected
-                    CHECK(dst == layer.g.nodes[2*m]); // read where it always was
-                    if (id == 0 || id == 3) {
-                        const uintptr_t last = (layer.addr[m] + id*SLICE + SLICE - 1) & ~(uintptr_t) 4095;
-                        std::lock_guard<std::mutex> lock(mutex);
-                        CHECK(std::any_of(requests.begin(), requests.end(), [&](const t_request & r) {
-                            return r.what == 'w' && r.addr <= last && last < r.addr + r.size;
-                        }));
-                    }
-                }
-            });
-        }
-        for (auto & thread : threads) {
-            thread.join();
-        }
-    }
-    willneed_us = 0;
-    CHECK(t_counter("wait_ns") == 0); // of threads that did not announce
-
-    // a change of the mode lets nobody wait
-    reset(GGML_MOE_PREFETCH_MODE_HINT);
-    resident_pages.clear();
-    willneed_us = 5000;
-    ggml_moe_prefetch_node(&layer.g.cgraph, 0);
-    std::thread computes([&] {
-        ggml_tensor * dst = layer.g.nodes[0];
-        ggml_moe_prefetch_view view;
-        for (int i = 0; i < 4; i++) {
-            ggml_moe_prefetch_expert(&dst, i, &view);
-        }
-    });
-    CHECK(ggml_moe_prefetch_set_mode(GGML_MOE_PREFETCH_MODE_OFF));
-    computes.join();
-    willneed_us = 0;
-    ggml_moe_prefetch_settle();
-    CHECK(only('w').size() <= 2); // of 18
 }
 
 static void test_errors() {
@@ -367,7 +288,6 @@ int main() {
     test_off();
     test_madv();
     test_hint();
-    test_order();
     test_errors();
     test_mappings();
     test_load();

@@ -22,7 +22,6 @@ static std::vector<std::pair<uintptr_t, size_t>>  cold;
 using ranges = std::vector<std::pair<uintptr_t, size_t>>;
 
 static ranges asked_of(uintptr_t begin, size_t size) {
-    ggml_moe_prefetch_settle();
     std::lock_guard<std::mutex> lock(mutex);
     ranges found;
     for (const auto & r : asked) {
