@@ -142,15 +142,17 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
     }
     uint64_t budget = state.params.cache_bytes;
     if (budget == 0) {
-        const uint64_t spare  = free + state.cache->bytes_filled();
-        const uint64_t margin = std::max<uint64_t>(32*1024*1024, spare/64);
+        const uint64_t spare = free + state.cache->bytes_filled();
         uint64_t bytes_always = 0;
         for (const auto & range : state.always) {
             bytes_always += range.second;
         }
         // what is locked is not free
         bytes_always -= std::min<uint64_t>(bytes_always, state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED]);
-        budget = spare - std::min(spare, bytes_always + margin);
+        // a library or a device's driver takes memory at its first use, faster than it is looked at here; always used
+        // weights can give way for a moment, but with those on a device nothing can
+        const uint64_t margin = std::max<uint64_t>(64*1024*1024, spare/32);
+        budget = spare - std::min(spare, bytes_always + (bytes_always < margin ? margin : margin/2));
     }
     budget -= std::min<uint64_t>(budget, state.copy_bytes); // which the page cache holds until it is copied
 
@@ -170,7 +172,7 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
         state.cache->set_budget(budget);
     }
     const uint64_t most = std::min<uint64_t>(counter, state.cache->bytes_full());
-    state.cache_filling = state.cache_needed && state.params.cache_bytes == 0 && state.cache->bytes_held() < most - most/32;
+    state.cache_filling = state.cache_needed && state.params.cache_bytes == 0 && state.cache->bytes_filled() < most - most/32;
 }
 
 static int ggml_moe_cache_parts(const ggml_moe_prefetch_state & state, const ggml_moe_group & group, std::vector<ggml_moe_cache_part> & parts) {
@@ -326,7 +328,7 @@ static void ggml_moe_graph_begin(ggml_moe_prefetch_state & state, const ggml_moe
             state.budget_ns = 0;
         }
         ggml_moe_cache_learn(state, os, thread, cgraph);
-        if (state.budget_ns == 0) { // else a reader does
+        if (state.budget_ns == 0 || state.cache_filling) { // else a reader does
             ggml_moe_cache_follow(state, os);
         }
         cache = ggml_moe_cache_of(state);
@@ -399,6 +401,9 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     stats.n_selections++;
     stats.n_experts += ids.distinct.size();
 
+    if (mode == GGML_MOE_PREFETCH_MODE_CACHE && state.cache_filling) {
+        ggml_moe_cache_follow(state, os);
+    }
     const auto cache = mode == GGML_MOE_PREFETCH_MODE_CACHE ? ggml_moe_cache_of(state) : nullptr;
     ggml_moe_cache_layer * layer = cache ? cache->find((uintptr_t) group.nodes[0]->src[0]->data) : nullptr;
 
