@@ -94,7 +94,7 @@ int ggml_moe_cache::add(std::vector<ggml_moe_cache_part> parts, int64_t n_expert
         pool->spare.push_back(&pool->slots.back());
     }
     pool->free.reserve(pool->slots.size());
-    // from the lowest address up, so that neighbours share larger pages
+    // from the lowest address up, so that neighbours share larger pages where the system has them
     std::sort(pool->spare.begin(), pool->spare.end(), [](const auto * a, const auto * b) { return a->data > b->data; });
     pool->n_experts += n_expert;
 

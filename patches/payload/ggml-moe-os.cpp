@@ -254,9 +254,8 @@ static void * ggml_moe_os_memory_reserve(size_t size) {
     if (data == MAP_FAILED) {
         return nullptr;
     }
-#if defined(MADV_HUGEPAGE)
-    (void) madvise(data, size, MADV_HUGEPAGE); // a wish: small pages serve as well
-#endif
+    // larger pages are left to the system's policy: asked for, their first touch took longer than the read into them,
+    // and decode was no faster (results/larger-pages.md)
 #if defined(MADV_DONTFORK)
     // a child does without: sharing would copy each page that a direct read fills
     (void) madvise(data, size, MADV_DONTFORK);

@@ -27,7 +27,7 @@ struct ggml_moe_os {
     int64_t (*direct_read) (intptr_t file, void * data, size_t size, uint64_t offset); // bytes, fewer only at the end of the file
     void    (*direct_close)(intptr_t file);
 
-    // memory of the process's own, in larger pages where they fit; it counts only once it is touched; NULL: none to be had
+    // memory of the process's own; it counts only once it is touched; NULL: none to be had
     void * (*memory_reserve)(size_t size);
     int    (*memory_discard)(void * data, size_t size); // give the pages back, keep the addresses
     void   (*memory_free)   (void * data, size_t size);
