@@ -172,7 +172,6 @@ size_t ggml_moe_cache::bytes(size_t ggml_moe_cache_pool::* n_slots) {
     return n;
 }
 
-size_t ggml_moe_cache::bytes_held()   { return bytes(&ggml_moe_cache_pool::n_held);    }
 size_t ggml_moe_cache::bytes_filled() { return bytes(&ggml_moe_cache_pool::n_filled);  }
 size_t ggml_moe_cache::bytes_full()   { return bytes(&ggml_moe_cache_pool::n_experts); }
 

@@ -164,7 +164,6 @@ struct ggml_moe_cache {
 
     // bytes of slots, shared among the pools by the size of their layers; slots in use go when they are no longer
     void   set_budget(uint64_t bytes);
-    size_t bytes_held();   // of slots that have memory, or will once they are read
     size_t bytes_filled(); // of memory that has been touched
     size_t bytes_full();   // with every expert in memory
 
