@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <new>
 #include <system_error>
 
@@ -696,6 +697,33 @@ void ggml_moe_cache::follow(std::unique_lock<std::mutex> & lock) {
     ready.notify_all(); // for `settle`
 }
 
+// What the page cache holds is copied instead of read again: after a prompt that a device computed, or of a file that
+// was in use before. Of two copies the page cache's is then the first to go.
+bool ggml_moe_cache::copy_part(const job & job) {
+    const ggml_moe_cache_part & part = job.slot->layer->parts[job.part];
+    if (!part.resident_known) {
+        return false;
+    }
+    const uintptr_t begin = part.begin + (uintptr_t) job.slot->expert*part.slice;
+    const uintptr_t first = begin/os.page_size*os.page_size;
+    const size_t    size  = (begin + part.slice + os.page_size - 1)/os.page_size*os.page_size - first;
+
+    // most often nothing is there, and one page tells
+    static thread_local std::vector<uint8_t> pages;
+    pages.resize(size/os.page_size);
+    for (const size_t n : { os.page_size, size }) {
+        if (os.resident(first, n, pages.data()) != 0 ||
+                !std::all_of(pages.begin(), pages.begin() + n/os.page_size, [](uint8_t page) { return page & 1; })) {
+            return false;
+        }
+    }
+    memcpy(job.slot->data + part.slot_offset + begin % os.page_size, (const void *) begin, part.slice);
+    (void) os.advise_cold(first, size); // a kindness that not every system knows
+
+    counters.add(GGML_MOE_PREFETCH_COUNTER_BYTES_COPIED, part.slice);
+    return true;
+}
+
 ggml_moe_cache_state ggml_moe_cache::read_part(const job & job) {
     const ggml_moe_cache_layer & layer = *job.slot->layer;
     const ggml_moe_cache_part  & part  = layer.parts[job.part];
@@ -705,6 +733,10 @@ ggml_moe_cache_state ggml_moe_cache::read_part(const job & job) {
     const uint64_t end    = (offset + part.slice + os.page_size - 1)/os.page_size*os.page_size;
 
     const uint64_t start = ggml_moe_now_ns();
+    if (copy_part(job)) {
+        layer.stats->last_read.store(ggml_moe_now_ns(), std::memory_order_relaxed);
+        return GGML_MOE_CACHE_READY;
+    }
     const int64_t  n     = os.direct_read(part.file, job.slot->data + part.slot_offset, end - begin, begin);
     const uint64_t now   = ggml_moe_now_ns();
 

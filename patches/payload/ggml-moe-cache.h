@@ -59,11 +59,12 @@ struct ggml_moe_cache_pool;
 
 // where one matrix of a layer lies: n_expert slices, one after the other
 struct ggml_moe_cache_part {
-    uintptr_t begin;       // of the first expert in the mapping
-    size_t    slice;       // bytes of one expert
-    intptr_t  file;        // direct handle
-    uint64_t  file_offset; // of the first expert
-    size_t    slot_offset; // in a slot, a multiple of the page
+    uintptr_t begin;          // of the first expert in the mapping
+    size_t    slice;          // bytes of one expert
+    intptr_t  file;           // direct handle
+    uint64_t  file_offset;    // of the first expert
+    size_t    slot_offset;    // in a slot, a multiple of the page
+    bool      resident_known; // whether the system tells what of the mapping is in memory
 };
 
 enum ggml_moe_cache_state : uint8_t {
@@ -231,6 +232,7 @@ private:
     size_t ahead(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts, bool guess);
     void cancel(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids);
     ggml_moe_cache_state read_part(const job & job);
+    bool copy_part(const job & job);
     void share_budget();
     void trim(ggml_moe_cache_pool & pool);
     void evict(ggml_moe_cache_slot & slot);

@@ -215,6 +215,11 @@ bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
     }
     const uint64_t available = os.memory_available();
 
+    // a request costs the thread that makes it 0.3 s per GiB, in which a fast disk could deliver more than one
+    const size_t n_cores   = std::thread::hardware_concurrency();
+    const int    n_readers = state.n_readers;
+    const size_t n_threads = n_readers > 0 ? n_readers : std::max<size_t>(1, std::min<size_t>(4, n_cores/4));
+
     std::lock_guard<std::mutex> lock(state.queue_mutex);
     for (const ggml_moe_range & range : state.queue) {
         n_bytes += range.size();
@@ -222,20 +227,23 @@ bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
     if (available != 0 && n_bytes > available/4) {
         return false; // it would push out what is in use
     }
-    if (!state.queue_running) { // one thread, started by the first range
+    while (state.n_queue_threads < n_threads) { // started by the first range
         try {
             std::thread([&state] {
                 try {
                     ggml_moe_queue_run(state);
                 } catch (const std::exception &) { // short of memory: the next range starts another
                     std::lock_guard<std::mutex> lock(state.queue_mutex);
-                    state.queue_running = false;
+                    state.n_queue_threads--;
                 }
             }).detach();
-        } catch (const std::system_error &) {
-            return false;
+        } catch (const std::system_error &) { // fewer do as well
+            break;
         }
-        state.queue_running = true;
+        state.n_queue_threads++;
+    }
+    if (state.n_queue_threads == 0) {
+        return false;
     }
     for (const ggml_tensor * weights : matrices) {
         for (const int32_t id : experts) {
@@ -245,7 +253,7 @@ bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
             }
         }
     }
-    state.queue_filled.notify_one();
+    state.queue_filled.notify_all();
     return true;
 }
 

@@ -190,7 +190,7 @@ static int ggml_moe_cache_parts(const ggml_moe_prefetch_state & state, const ggm
         if (mapping->file->error != 0) {
             return mapping->file->error;
         }
-        parts.push_back({ range.begin, weights->nb[2], mapping->file->handle, range.begin - mapping->whole.begin, 0 });
+        parts.push_back({ range.begin, weights->nb[2], mapping->file->handle, range.begin - mapping->whole.begin, 0, mapping->resident_known });
     }
     return 0;
 }

@@ -49,10 +49,11 @@ enum ggml_moe_prefetch_counter {
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_FORESEEN_RIGHT, // cache: of these, selected
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_OVERFLOW, // cache: selected experts that no memory was left for
     GGML_MOE_PREFETCH_COUNTER_EVICTED,          // cache: experts that made room for others
-    GGML_MOE_PREFETCH_COUNTER_READS,            // cache: expert matrices read
-    GGML_MOE_PREFETCH_COUNTER_READS_IN_TIME,    // cache: of these, there when they were asked for
-    GGML_MOE_PREFETCH_COUNTER_READS_LATE,       // cache: of these, waited for
-    GGML_MOE_PREFETCH_COUNTER_BYTES_READ,       // cache: bytes read
+    GGML_MOE_PREFETCH_COUNTER_READS,            // cache: expert matrices read from the disk
+    GGML_MOE_PREFETCH_COUNTER_READS_IN_TIME,    // cache: matrices read or copied, there when they were asked for
+    GGML_MOE_PREFETCH_COUNTER_READS_LATE,       // cache: the same, waited for
+    GGML_MOE_PREFETCH_COUNTER_BYTES_READ,       // cache: bytes read from the disk
+    GGML_MOE_PREFETCH_COUNTER_BYTES_COPIED,     // cache: bytes copied, since the page cache held them
     GGML_MOE_PREFETCH_COUNTER_READ_NS,          // cache: time of all reads, nanoseconds, summed over the readers
     GGML_MOE_PREFETCH_COUNTER_WAIT_NS,          // cache: time the announcing thread waited for reads, nanoseconds
     GGML_MOE_PREFETCH_COUNTER_ERRORS,           // requests that the kernel or the platform refused
@@ -73,7 +74,7 @@ struct ggml_moe_prefetch_params {
     int32_t  load;        // read of the whole file at load: 1 yes, 0 no, -1 if it fits in memory [MOE_MADV_LOAD, on/off/auto]
     uint64_t cache_bytes; // cache: memory for experts; 0: all that is free, followed as it changes [MOE_MADV_CACHE_MIB]
     uint64_t lock_bytes;  // overlap, cache: always used weights to lock in memory at most [MOE_MADV_LOCK_MIB]
-    int32_t  n_readers;   // cache: threads that read; 0: 2 to 4, by the cores [MOE_MADV_READERS]
+    int32_t  n_readers;   // overlap, cache: threads that read; 0: by the cores, 1 to 4 in overlap, 2 to 4 in cache [MOE_MADV_READERS]
     int32_t  half_life;   // cache: passes after which a selection counts half [MOE_MADV_HALF_LIFE]
     int32_t  foresee;     // cache: experts of the next layer by its router's early word: 1 yes, 0 no [MOE_MADV_FORESEE, on/off]
     int32_t  wide;        // overlap, cache: a batch that selects this share of the experts reads the next layer whole, percent [MOE_MADV_WIDE]

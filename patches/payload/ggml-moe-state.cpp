@@ -56,6 +56,7 @@ static const char * const GGML_MOE_PREFETCH_COUNTER_NAME[] = {
     "reads_in_time",
     "reads_late",
     "bytes_read",
+    "bytes_copied",
     "read_ns",
     "wait_ns",
     "errors",
@@ -152,8 +153,9 @@ static void ggml_moe_params_from_env(ggml_moe_prefetch_params & params) {
 ggml_moe_prefetch_state::ggml_moe_prefetch_state() {
     ggml_moe_params_default(params);
     ggml_moe_params_from_env(params);
-    mode = params.mode;
-    wide = params.wide;
+    mode      = params.mode;
+    wide      = params.wide;
+    n_readers = params.n_readers;
 }
 
 void ggml_moe_prefetch_state::check(int result, const char * what) {
@@ -299,6 +301,7 @@ static bool ggml_moe_params_change(const std::function<void(ggml_moe_prefetch_pa
         state.lock_refused = false;
         state.params    = params;
         state.wide      = params.wide;
+        state.n_readers = params.n_readers;
         state.mode      = params.mode;
     }
     for (const auto & result : results) { // without the lock: who receives the message may ask for the settings

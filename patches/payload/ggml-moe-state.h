@@ -51,7 +51,8 @@ struct ggml_moe_plan : ggml_moe_cache_plan {
 struct ggml_moe_prefetch_state {
     std::atomic<int>   mode{GGML_MOE_PREFETCH_MODE_OFF};
     ggml_moe_counters  counters;
-    std::atomic<int>   wide{100}; // as in the settings, for those who hold no lock
+    std::atomic<int>   wide{100};    // as in the settings, for those who hold no lock
+    std::atomic<int>   n_readers{0}; // the same
     std::atomic<bool>  error_reported{false};
 
     std::atomic<const ggml_moe_os *> os{ggml_moe_os_native()};
@@ -88,7 +89,7 @@ struct ggml_moe_prefetch_state {
     std::mutex                 queue_mutex;
     std::condition_variable    queue_filled;
     std::deque<ggml_moe_range> queue;
-    bool                       queue_running = false;
+    size_t                     n_queue_threads = 0;
 
     ggml_moe_prefetch_state(); // settings from the environment
 

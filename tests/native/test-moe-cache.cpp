@@ -28,7 +28,10 @@ static std::atomic<int>      fail_every{0};  // every n-th read fails
 static std::atomic<int>      read_us{0};     // how long a read takes
 static std::atomic<uint64_t> spare{0};
 static std::atomic<int>      n_reads{0};
+static std::atomic<bool>     known{true};    // whether the system tells what is in memory
 static std::atomic<int64_t>  n_reserved{0};
+static std::atomic<uintptr_t> resident_end{0}; // what is mapped below is in memory
+static std::atomic<int64_t>  n_cold{0};
 
 static int fake_open(int fd, intptr_t * file) {
     if (open_result != 0) {
@@ -75,7 +78,21 @@ static void fake_free(void * data, size_t size) {
     free(data);
 }
 
-static const uintptr_t MAP[2] = { 0x100000000, 0x200000000 };
+// the mappings hold what the files do: the page cache may be read in place of the file
+static uintptr_t map_memory(int fd) {
+    static uint8_t * memory = nullptr;
+    if (memory == nullptr) {
+        memory = (uint8_t *) aligned_alloc(PAGE, (3001 + 16 + 1500)*PAGE);
+        for (int f = 0; f < 2; f++) {
+            for (uint64_t i = 0; i < FILE_SIZE[f]; i++) {
+                memory[f*(3001 + 16)*PAGE + i] = file_byte(f, i);
+            }
+        }
+    }
+    return (uintptr_t) memory + fd*(3001 + 16)*PAGE;
+}
+
+static const uintptr_t MAP[2] = { map_memory(0), map_memory(1) };
 
 static void map_files() {
     for (int fd = 0; fd < 2; fd++) {
@@ -189,6 +206,7 @@ static void reset(const ggml_moe_prefetch_params & params) {
     fail_every  = 0;
     read_us     = 0;
     spare       = 0;
+    resident_end = 0;
     CHECK(ggml_moe_prefetch_set_params(&params));
     map_files();
     ggml_moe_prefetch_counter_reset();
@@ -236,6 +254,36 @@ static void test_hits_and_evictions() {
     CHECK_EQ(layer.n_selections, 1u);
     CHECK_EQ(layer.n_experts,    2u);
     CHECK_EQ(layer.n_missed,     0u);
+}
+
+// what the page cache holds whole is copied and not read; its own copy is the first to go
+static void test_copy() {
+    reset(cache_params(4));
+    t_model model(1);
+
+    // gate of experts 0 and 1 and all but the last page of expert 2's; up and down lie behind
+    resident_end = MAP[0] + (160 + 3*SLICE)/PAGE*PAGE;
+    n_cold = 0;
+    CHECK_EQ(model.run(), 0u);
+    CHECK_EQ(t_counter("bytes_copied"), 2*SLICE);
+    CHECK_EQ(t_counter("reads"), 4u);
+    CHECK_EQ(t_counter("reads_in_time") + t_counter("reads_late"), 6u);
+    CHECK(n_cold >= (int64_t) (2*SLICE) && n_cold <= (int64_t) (2*5*PAGE));
+    model.ids[0][0] = 2;
+    CHECK_EQ(model.run(), 0u);
+    CHECK_EQ(t_counter("bytes_copied"), 2*SLICE);
+    CHECK_EQ(t_counter("reads"), 7u);
+
+    // not where the system calls everything resident
+    reset(cache_params(4));
+    unmap_files();
+    known = false;
+    map_files();
+    resident_end = UINTPTR_MAX;
+    CHECK_EQ(model.run(), 0u);
+    CHECK_EQ(t_counter("bytes_copied"), 0u);
+    CHECK_EQ(t_counter("reads"), 6u);
+    known = true;
 }
 
 static void test_random_traffic() {
@@ -736,6 +784,14 @@ int main() {
     os.direct_open      = fake_open;
     os.direct_read      = fake_read;
     os.direct_close     = [](intptr_t) { n_open--; };
+    os.advise_cold      = [](uintptr_t, size_t size) { n_cold += (int64_t) size; return 0; };
+    os.resident_known   = [](int) { return (bool) known; };
+    os.resident         = [](uintptr_t addr, size_t size, uint8_t * pages) {
+        for (size_t p = 0; p < size/PAGE; p++) {
+            pages[p] = addr + (p + 1)*PAGE <= resident_end;
+        }
+        return 0;
+    };
     os.memory_reserve   = fake_reserve;
     os.memory_discard   = fake_discard;
     os.memory_free      = fake_free;
@@ -744,6 +800,7 @@ int main() {
     ggml_moe_prefetch_set_os(&os);
 
     test_hits_and_evictions();
+    test_copy();
     test_random_traffic();
     test_overflow();
     test_foresee();
