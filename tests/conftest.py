@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from toolkit import config
+
+# In the background of a script a process ignores interrupts, and so would every child that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before any test redirects it.
 _REAL_HOME = config.home()

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -179,7 +180,12 @@ def test_a_failed_build_shows_its_end_and_its_log(tmp_path: Path) -> None:
     assert e.value.hint == f"read the whole log: {log}"
 
 
-def test_an_unused_option_stops_the_build_before_it_compiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupt", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "background"])
+def test_an_unused_option_stops_the_build_before_it_compiles(
+    tmp_path: Path, request: pytest.FixtureRequest, interrupt: signal.Handlers
+) -> None:
+    before = signal.signal(signal.SIGINT, interrupt)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     marker = tmp_path / "compiled"
     text = f"""
 import time

@@ -18,6 +18,7 @@ from toolkit.errors import BuildError, CommandError
 
 _NINJA = re.compile(r"^\[(\d+)/(\d+)\]")
 _UNUSED = "Manually-specified variables were not used by the project:"
+_PATIENCE_S = 3.0
 _TAIL_LINES = 30
 
 
@@ -99,10 +100,14 @@ def _started(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess
         try:
             yield process
         except BaseException:
-            # SIGINT, not SIGTERM: ninja then removes the outputs it was in the middle of.
+            # SIGINT first: ninja then removes the outputs it was in the middle of. In the background of a script all
+            # but ninja ignore it.
             if os.name == "posix":
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGINT)
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                        os.killpg(process.pid, number)
+                        process.wait(_PATIENCE_S)
+                        break
             else:
                 process.terminate()
             raise
