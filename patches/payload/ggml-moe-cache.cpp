@@ -15,9 +15,18 @@ uint64_t ggml_moe_now_ns(void) {
 
 ggml_moe_cache::ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life,
         std::function<void()> watch) : os(os), counters(counters), frequent(half_life), watch(std::move(watch)) {
+    // Where readers share all the CPUs with the matmuls, the interrupts of a disk draw them to one CPU and two threads
+    // of the matmuls end up on another, waiting for each other.
+    const int  n_cores = (int) std::thread::hardware_concurrency();
+    const bool spread  = n_readers >= n_cores && n_cores > 0;
     for (int i = 0; i < n_readers; i++) {
         try {
-            readers.emplace_back([this, i] { read(i == 0); });
+            readers.emplace_back([this, i, n_cores, spread] {
+                if (spread) {
+                    (void) this->os.thread_pin(i % n_cores); // a kindness that not every system knows
+                }
+                read(i == 0);
+            });
         } catch (const std::system_error &) {
             break; // fewer do as well
         }

@@ -18,6 +18,7 @@
 #endif
 
 #if defined(__linux__)
+#    include <sched.h>
 #    include <sys/sysmacros.h>
 #    include <sys/vfs.h>
 #elif defined(__APPLE__)
@@ -371,6 +372,27 @@ static bool ggml_moe_os_resident_known(int fd) {
 #endif
 }
 
+static int ggml_moe_os_thread_pin(int i) {
+#if defined(__linux__)
+    cpu_set_t all;
+    if (sched_getaffinity(0, sizeof(all), &all) != 0) {
+        return -errno;
+    }
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (CPU_ISSET(cpu, &all) && i-- == 0) {
+            cpu_set_t one;
+            CPU_ZERO(&one);
+            CPU_SET(cpu, &one);
+            return sched_setaffinity(0, sizeof(one), &one) == 0 ? 0 : -errno;
+        }
+    }
+    return -EINVAL;
+#else
+    (void) i;
+    return -ENOSYS;
+#endif
+}
+
 #if defined(__linux__)
 static uint64_t ggml_moe_os_meminfo(const char * name) {
     return ggml_moe_os_stat(ggml_moe_os_read_file("/proc/meminfo"), name)*1024;
@@ -443,6 +465,7 @@ const ggml_moe_os * ggml_moe_os_native(void) {
         /*.memory_reserve   =*/ ggml_moe_os_memory_reserve,
         /*.memory_discard   =*/ ggml_moe_os_memory_discard,
         /*.memory_free      =*/ ggml_moe_os_memory_free,
+        /*.thread_pin       =*/ ggml_moe_os_thread_pin,
         /*.memory_available =*/ ggml_moe_os_memory_available,
         /*.memory_spare     =*/ ggml_moe_os_memory_spare,
         /*.major_faults     =*/ ggml_moe_os_major_faults,

@@ -32,6 +32,8 @@ struct ggml_moe_os {
     int    (*memory_discard)(void * data, size_t size); // give the pages back, keep the addresses
     void   (*memory_free)   (void * data, size_t size);
 
+    int (*thread_pin)(int i); // the calling thread to the i-th of the CPUs that it may run on
+
     uint64_t (*memory_available)(void); // bytes this process could still fill, its cgroup's limit included; 0: unknown
     uint64_t (*memory_spare)(void);     // the same without what this process and its cgroup hold for good; 0: unknown
     uint64_t (*major_faults)(void);     // of this process since its start

@@ -107,6 +107,7 @@ inline ggml_moe_os t_os() {
     os.memory_reserve   = [](size_t) { return (void *) nullptr; };
     os.memory_discard   = [](void *, size_t) { return 0; };
     os.memory_free      = [](void *, size_t) {};
+    os.thread_pin       = [](int) { return -ENOSYS; };
     os.memory_available = [] { return (uint64_t) 0; };
     os.memory_spare     = [] { return (uint64_t) 0; };
     os.major_faults     = [] { static std::atomic<uint64_t> n{0}; return (uint64_t) ++n; };

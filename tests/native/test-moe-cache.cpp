@@ -32,6 +32,8 @@ static std::atomic<bool>     known{true};    // whether the system tells what is
 static std::atomic<int64_t>  n_reserved{0};
 static std::atomic<uintptr_t> resident_end{0}; // what is mapped below is in memory
 static std::atomic<int64_t>  n_cold{0};
+static std::mutex            pins_mutex;
+static std::vector<int>      pins;           // CPUs that readers were given
 
 static int fake_open(int fd, intptr_t * file) {
     if (open_result != 0) {
@@ -284,6 +286,33 @@ static void test_copy() {
     CHECK_EQ(t_counter("bytes_copied"), 0u);
     CHECK_EQ(t_counter("reads"), 6u);
     known = true;
+}
+
+// readers that share all CPUs with the matmuls stay on one each; where there are more CPUs the system places them
+static void test_readers_spread() {
+    const int n_cores = (int) std::thread::hardware_concurrency();
+    for (const int n_readers : { n_cores, n_cores + 1, n_cores - 1 }) {
+        if (n_readers == 0) {
+            continue; // a default
+        }
+        ggml_moe_prefetch_params params = cache_params(4);
+        params.n_readers = n_readers;
+        reset(params);
+        {
+            std::lock_guard<std::mutex> lock(pins_mutex);
+            pins.clear();
+        }
+        t_model model(1);
+        CHECK_EQ(model.run(), 0u);
+        unmap_files(); // ends the readers
+        std::vector<int> expected;
+        for (int i = 0; i < n_readers && n_readers >= n_cores; i++) {
+            expected.push_back(i % n_cores);
+        }
+        std::sort(expected.begin(), expected.end());
+        std::sort(pins.begin(), pins.end());
+        CHECK(pins == expected);
+    }
 }
 
 static void test_random_traffic() {
@@ -795,12 +824,18 @@ int main() {
     os.memory_reserve   = fake_reserve;
     os.memory_discard   = fake_discard;
     os.memory_free      = fake_free;
+    os.thread_pin       = [](int i) {
+        std::lock_guard<std::mutex> lock(pins_mutex);
+        pins.push_back(i);
+        return 0;
+    };
     os.memory_available = [] { return (uint64_t) 1 << 40; };
     os.memory_spare     = [] { return (uint64_t) spare; };
     ggml_moe_prefetch_set_os(&os);
 
     test_hits_and_evictions();
     test_copy();
+    test_readers_spread();
     test_random_traffic();
     test_overflow();
     test_foresee();

@@ -16,6 +16,9 @@ int main() {
 #else
 
 #include <fcntl.h>
+#if defined(__linux__)
+#    include <sched.h>
+#endif
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -137,10 +140,32 @@ static bool test_file(const fs::path & path) {
     return evicted;
 }
 
+// a thread stays on one of the CPUs that it had before, another one for each number
+static void test_thread_pin() {
+#if defined(__linux__)
+    cpu_set_t all;
+    CHECK(sched_getaffinity(0, sizeof(all), &all) == 0);
+    cpu_set_t seen;
+    CPU_ZERO(&seen);
+    for (int i = 0; i < CPU_COUNT(&all); i++) {
+        std::thread([&, i] {
+            cpu_set_t one;
+            CHECK(ggml_moe_os_native()->thread_pin(i) == 0);
+            CHECK(sched_getaffinity(0, sizeof(one), &one) == 0);
+            CHECK_EQ(CPU_COUNT(&one), 1u);
+            CPU_OR(&seen, &seen, &one);
+        }).join();
+    }
+    CHECK(CPU_EQUAL(&seen, &all));
+    CHECK(ggml_moe_os_native()->thread_pin(CPU_COUNT(&all)) == -EINVAL);
+#endif
+}
+
 int main() {
     const fs::path dir = fs::current_path() / ("test-moe-os." + std::to_string(getpid()));
     fs::create_directories(dir);
     test_cgroup(dir / "cgroup");
+    test_thread_pin();
     const bool shown = test_file(dir / "weights");
     fs::remove_all(dir);
     CHECK(ggml_moe_os_native()->memory_available() > 0);
