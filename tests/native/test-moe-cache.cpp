@@ -292,8 +292,8 @@ static void test_copy() {
 static void test_readers_spread() {
     const int n_cores = (int) std::thread::hardware_concurrency();
     for (const int n_readers : { n_cores, n_cores + 1, n_cores - 1 }) {
-        if (n_readers == 0) {
-            continue; // a default
+        if (n_readers == 0 || n_readers > 64) {
+            continue; // a default, or more than the settings take
         }
         ggml_moe_prefetch_params params = cache_params(4);
         params.n_readers = n_readers;
