@@ -114,9 +114,10 @@ size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os 
 }
 
 // What is pushed out goes many pages at a time. One fault alone is a row of a table, which nobody can foresee.
-bool ggml_moe_all_resident(ggml_moe_prefetch_state & state, const ggml_moe_os & os) {
-    const uint64_t faults = os.major_faults();
-    if (faults - state.faults.exchange(faults) > 1) {
+bool ggml_moe_all_resident(ggml_moe_prefetch_state & state, const ggml_moe_os & os, uint64_t & n_faults) {
+    const uint64_t n_before = n_faults;
+    n_faults = os.major_faults();
+    if (n_faults - n_before > 1) {
         state.n_clean = 0;
     }
     return state.n_clean > 2*state.n_layers;
@@ -180,6 +181,9 @@ void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & o
         }
     }
     state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_ALWAYS, n_hinted);
+    if (state.mode.load() == GGML_MOE_PREFETCH_MODE_CACHE) {
+        state.always_hinted += n_hinted;
+    }
     ggml_moe_saw(state, n_hinted);
     if (lock_wanted) {
         for (const ggml_moe_range & range : ranges) {
@@ -215,11 +219,6 @@ bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
     }
     const uint64_t available = os.memory_available();
 
-    // a request costs the thread that makes it 0.3 s per GiB, in which a fast disk could deliver more than one
-    const size_t n_cores   = std::thread::hardware_concurrency();
-    const int    n_readers = state.n_readers;
-    const size_t n_threads = n_readers > 0 ? n_readers : std::max<size_t>(1, std::min<size_t>(4, n_cores/4));
-
     std::lock_guard<std::mutex> lock(state.queue_mutex);
     for (const ggml_moe_range & range : state.queue) {
         n_bytes += range.size();
@@ -227,23 +226,20 @@ bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
     if (available != 0 && n_bytes > available/4) {
         return false; // it would push out what is in use
     }
-    while (state.n_queue_threads < n_threads) { // started by the first range
+    if (!state.queue_running) { // one thread, started by the first range
         try {
             std::thread([&state] {
                 try {
                     ggml_moe_queue_run(state);
                 } catch (const std::exception &) { // short of memory: the next range starts another
                     std::lock_guard<std::mutex> lock(state.queue_mutex);
-                    state.n_queue_threads--;
+                    state.queue_running = false;
                 }
             }).detach();
-        } catch (const std::system_error &) { // fewer do as well
-            break;
+        } catch (const std::system_error &) {
+            return false;
         }
-        state.n_queue_threads++;
-    }
-    if (state.n_queue_threads == 0) {
-        return false;
+        state.queue_running = true;
     }
     for (const ggml_tensor * weights : matrices) {
         for (const int32_t id : experts) {
@@ -253,7 +249,7 @@ bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
             }
         }
     }
-    state.queue_filled.notify_all();
+    state.queue_filled.notify_one();
     return true;
 }
 

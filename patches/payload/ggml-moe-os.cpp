@@ -278,8 +278,13 @@ static void ggml_moe_os_memory_free(void * data, size_t size) {
 }
 
 static uint64_t ggml_moe_os_major_faults(void) {
+#if defined(RUSAGE_THREAD)
+    const int who = RUSAGE_THREAD; // adding up all threads takes as long as all else that a layer is looked at for
+#else
+    const int who = RUSAGE_SELF;
+#endif
     struct rusage usage;
-    return getrusage(RUSAGE_SELF, &usage) == 0 ? (uint64_t) usage.ru_majflt : 0;
+    return getrusage(who, &usage) == 0 ? (uint64_t) usage.ru_majflt : 0;
 }
 
 #else

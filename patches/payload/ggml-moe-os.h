@@ -36,7 +36,7 @@ struct ggml_moe_os {
 
     uint64_t (*memory_available)(void); // bytes this process could still fill, its cgroup's limit included; 0: unknown
     uint64_t (*memory_spare)(void);     // the same without what this process and its cgroup hold for good; 0: unknown
-    uint64_t (*major_faults)(void);     // of this process since its start
+    uint64_t (*major_faults)(void);     // of the calling thread, where the system tells, else of the process, since its start
 };
 
 const ggml_moe_os * ggml_moe_os_native(void);

@@ -27,6 +27,7 @@ struct ggml_moe_thread {
     uint64_t               announced   = 0;
     ggml_moe_matrices      experts;               // announced last
     bool                   wide        = false;
+    uint64_t               n_faults    = 0;       // of this thread, when it was last asked
     ggml_moe_plan          plan;
 
     // of a scheduler that is computing: the nodes of all its splits, what it copies, and the originals of copied ids
@@ -141,18 +142,30 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
         return;
     }
     uint64_t budget = state.params.cache_bytes;
+    bool     lost   = false;
     if (budget == 0) {
         const uint64_t spare = free + state.cache->bytes_filled();
         uint64_t bytes_always = 0;
         for (const auto & range : state.always) {
             bytes_always += range.second;
         }
+        const uint64_t bytes_lost = state.always_hinted - std::min<uint64_t>(state.always_hinted, bytes_always);
         // what is locked is not free
         bytes_always -= std::min<uint64_t>(bytes_always, state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED]);
         // a library or a device's driver takes memory at its first use, faster than it is looked at here; always used
         // weights can give way for a moment, but with those on a device nothing can
         const uint64_t margin = std::max<uint64_t>(64*1024*1024, spare/32);
         budget = spare - std::min(spare, bytes_always + (bytes_always < margin ? margin : margin/2));
+
+        // how much the system keeps for itself is not known: too little was left if always used weights are read again.
+        // It takes some tokens until they are all back.
+        lost = bytes_lost > state.always_lost + margin/8 && now - state.always_ns > 500*1000*1000;
+        if (lost) {
+            state.always_lost = bytes_lost;
+            state.always_ns   = now;
+            state.n_always_lost++;
+        }
+        budget -= std::min(budget, state.n_always_lost*margin/2);
     }
     budget -= std::min<uint64_t>(budget, state.copy_bytes); // which the page cache holds until it is copied
 
@@ -167,7 +180,7 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
     auto & counter = state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET];
     const uint64_t before = counter;
     const uint64_t change = budget > before ? budget - before : before - budget;
-    if (change > before/64) { // smaller changes are noise
+    if (change > before/64 || lost) { // smaller changes are noise
         counter = budget;
         state.cache->set_budget(budget);
     }
@@ -318,7 +331,7 @@ static void ggml_moe_graph_begin(ggml_moe_prefetch_state & state, const ggml_moe
         return;
     }
     const int first = ggml_moe_group_next(cgraph, 0);
-    if (!ggml_moe_all_resident(state, os) && first < cgraph->n_nodes) {
+    if (!ggml_moe_all_resident(state, os, thread.n_faults) && first < cgraph->n_nodes) {
         ggml_moe_hint_always(state, os, cgraph, 0, first);
     }
     std::shared_ptr<ggml_moe_cache> cache;
@@ -432,7 +445,7 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
         rest = ids.distinct;
     }
 
-    const bool all_resident = ggml_moe_all_resident(state, os);
+    const bool all_resident = ggml_moe_all_resident(state, os, thread.n_faults);
     if (!rest.empty()) {
         ggml_moe_hint_random(state, os, group.weights());
         // what the cache has no memory for has never been looked at
@@ -751,6 +764,11 @@ static void ggml_moe_forget_layers(ggml_moe_prefetch_state & state, ggml_moe_ran
     }
     ggml_moe_forget(state.layer_index, cut, [](const auto & entry) { return entry.first; });
     ggml_moe_forget(state.routers,     cut, [](const auto & entry) { return entry.first; });
+    for (const auto & range : state.always) {
+        if (cut.begin <= range.first && range.first < cut.end) {
+            state.always_hinted -= std::min<uint64_t>(state.always_hinted, range.second);
+        }
+    }
     ggml_moe_forget(state.always,      cut, [](const auto & entry) { return entry.first; });
     ggml_moe_forget(state.uncached,    cut, [](uintptr_t begin)    { return begin; });
     state.n_layers = state.layer_index.size();

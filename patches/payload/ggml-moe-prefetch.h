@@ -74,7 +74,7 @@ struct ggml_moe_prefetch_params {
     int32_t  load;        // read of the whole file at load: 1 yes, 0 no, -1 if it fits in memory [MOE_MADV_LOAD, on/off/auto]
     uint64_t cache_bytes; // cache: memory for experts; 0: all that is free, followed as it changes [MOE_MADV_CACHE_MIB]
     uint64_t lock_bytes;  // overlap, cache: always used weights to lock in memory at most [MOE_MADV_LOCK_MIB]
-    int32_t  n_readers;   // overlap, cache: threads that read; 0: by the cores, 1 to 4 in overlap, 2 to 4 in cache [MOE_MADV_READERS]
+    int32_t  n_readers;   // cache: threads that read; 0: 2 to 4, by the cores [MOE_MADV_READERS]
     int32_t  half_life;   // cache: passes after which a selection counts half [MOE_MADV_HALF_LIFE]
     int32_t  foresee;     // cache: experts of the next layer by its router's early word: 1 yes, 0 no [MOE_MADV_FORESEE, on/off]
     int32_t  wide;        // overlap, cache: a batch that selects this share of the experts reads the next layer whole, percent [MOE_MADV_WIDE]

@@ -153,9 +153,8 @@ static void ggml_moe_params_from_env(ggml_moe_prefetch_params & params) {
 ggml_moe_prefetch_state::ggml_moe_prefetch_state() {
     ggml_moe_params_default(params);
     ggml_moe_params_from_env(params);
-    mode      = params.mode;
-    wide      = params.wide;
-    n_readers = params.n_readers;
+    mode = params.mode;
+    wide = params.wide;
 }
 
 void ggml_moe_prefetch_state::check(int result, const char * what) {
@@ -294,6 +293,7 @@ static bool ggml_moe_params_change(const std::function<void(ggml_moe_prefetch_pa
             cache = std::move(state.cache); // selections under way keep it until they end
             state.cache_needed = false;
             state.uncached.clear();
+            state.always_hinted = state.always_lost = state.n_always_lost = 0;
             state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = 0;
         }
         state.budget_ns    = 0;
@@ -301,7 +301,6 @@ static bool ggml_moe_params_change(const std::function<void(ggml_moe_prefetch_pa
         state.lock_refused = false;
         state.params    = params;
         state.wide      = params.wide;
-        state.n_readers = params.n_readers;
         state.mode      = params.mode;
     }
     for (const auto & result : results) { // without the lock: who receives the message may ask for the settings

@@ -51,8 +51,7 @@ struct ggml_moe_plan : ggml_moe_cache_plan {
 struct ggml_moe_prefetch_state {
     std::atomic<int>   mode{GGML_MOE_PREFETCH_MODE_OFF};
     ggml_moe_counters  counters;
-    std::atomic<int>   wide{100};    // as in the settings, for those who hold no lock
-    std::atomic<int>   n_readers{0}; // the same
+    std::atomic<int>   wide{100}; // as in the settings, for those who hold no lock
     std::atomic<bool>  error_reported{false};
 
     std::atomic<const ggml_moe_os *> os{ggml_moe_os_native()};
@@ -75,10 +74,13 @@ struct ggml_moe_prefetch_state {
     std::atomic<uint64_t>                     copy_bytes{0};        // experts that a graph under way copies to a device, of two layers
     bool                                      cache_needed = false; // whether there is less memory than experts
     std::atomic<uint64_t>                     budget_ns{0};         // when the budget was looked at
+    std::atomic<uint64_t>                     always_hinted{0};     // cache: bytes of always used weights asked for; more than there are were pushed out
+    uint64_t                                  always_lost   = 0;    // of these, when the budget last gave way to them
+    uint64_t                                  always_ns     = 0;    // when that was
+    uint64_t                                  n_always_lost = 0;    // how often
     std::atomic<bool>                         cache_filling{true};  // it holds less than it may
 
     // after some tokens in which every page was there, a major fault is awaited before pages are looked at again
-    std::atomic<uint64_t> faults{0};
     std::atomic<uint64_t> n_clean{0};
 
     std::shared_mutex            plans_mutex;
@@ -89,7 +91,7 @@ struct ggml_moe_prefetch_state {
     std::mutex                 queue_mutex;
     std::condition_variable    queue_filled;
     std::deque<ggml_moe_range> queue;
-    size_t                     n_queue_threads = 0;
+    bool                       queue_running = false;
 
     ggml_moe_prefetch_state(); // settings from the environment
 

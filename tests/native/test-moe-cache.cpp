@@ -784,6 +784,39 @@ static void test_budget() {
     }
 }
 
+// always used weights that are read again and again were pushed out: the cache gives way, one step of half a margin at a
+// time, and stays there when they are no longer
+static void test_budget_gives_way() {
+    const uint64_t mib = 1024*1024;
+    reset(cache_params(0));
+    spare = 400*mib;
+    t_model model(1);
+    ggml_moe_prefetch_map_add((const void *) (MAP[0] + 0x20000000), 72*mib, 0);
+    model.g.add(GGML_OP_MUL_MAT, model.g.weights(MAP[0] + 0x20000000, 1, 72*mib));
+    model.run();
+    CHECK_EQ(t_counter("cache_budget"), (400 - 72 - 32)*mib);
+    model.run(); // never in memory in this test: asked for once more
+    wait_until("cache_budget", (400 - 72 - 2*32)*mib);
+    model.run();
+    wait_until("cache_budget", (400 - 72 - 3*32)*mib);
+    resident_end = UINTPTR_MAX;
+    for (int i = 0; i < 3; i++) {
+        model.run();
+        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    }
+    CHECK_EQ(t_counter("cache_budget"), (400 - 72 - 3*32)*mib);
+    resident_end = 0;
+    ggml_moe_prefetch_map_remove((const void *) (MAP[0] + 0x20000000), 72*mib);
+
+    // another start
+    CHECK(ggml_moe_prefetch_set_mode(GGML_MOE_PREFETCH_MODE_OVERLAP));
+    ggml_moe_prefetch_params params = cache_params(0);
+    CHECK(ggml_moe_prefetch_set_params(&params));
+    t_model again(1);
+    again.run();
+    CHECK_EQ(t_counter("cache_budget"), (400 - 64)*mib);
+}
+
 // contexts of their own threads share the layers of one model
 static void test_contexts() {
     reset(cache_params(10));
@@ -852,6 +885,7 @@ int main() {
     test_reads_refused();
     test_loaded_again();
     test_budget();
+    test_budget_gives_way();
 
     unmap_files();
     CHECK_EQ(n_open, 0u);

@@ -33,8 +33,6 @@ static bool                   all_resident;
 static uint64_t               n_faults;
 static uint64_t               n_looks;
 static int                    result_lock;
-static std::atomic<uintptr_t> held{UINTPTR_MAX}; // requests from this address on do not return
-static std::atomic<int>       n_held{0};
 static uint64_t               available = (uint64_t) 1 << 40;
 
 static int record(char what, uintptr_t addr, size_t size, int result = 0) {
@@ -149,25 +147,6 @@ static void test_wide() {
     available = (uint64_t) 1 << 40;
 }
 
-// a disk that is faster than one thread can ask: as many threads as the setting says ask at once
-static void test_wide_threads() {
-    reset();
-    ggml_moe_prefetch_params params;
-    CHECK(ggml_moe_prefetch_get_params(&params, sizeof(params)));
-    params.n_readers = 3;
-    CHECK(ggml_moe_prefetch_set_params(&params));
-    t_model model(5);
-    ggml_moe_prefetch_node(&model.g.cgraph, 0);
-
-    held = model.begin(1);
-    ggml_moe_prefetch_node(&model.g.cgraph, 1);
-    for (int i = 0; i < 1000 && n_held < 3; i++) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    }
-    CHECK_EQ(n_held, 3u);
-    held = UINTPTR_MAX;
-}
-
 static void test_lock() {
     // two of the three fit in what may be locked; they stay locked until the mode changes
     t_model model;
@@ -247,13 +226,7 @@ static void test_fork() {
 
 int main() {
     static ggml_moe_os os = t_os();
-    os.advise_willneed  = [](uintptr_t addr, size_t size) {
-        n_held += addr >= held;
-        while (addr >= held) {
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        }
-        return record('w', addr, size);
-    };
+    os.advise_willneed  = [](uintptr_t addr, size_t size) { return record('w', addr, size); };
     os.advise_cold      = [](uintptr_t addr, size_t size) { return record('c', addr, size); };
     os.lock             = [](uintptr_t addr, size_t size) { return record('l', addr, size, result_lock); };
     os.unlock           = [](uintptr_t addr, size_t size) { return record('u', addr, size); };
@@ -269,7 +242,6 @@ int main() {
 
     test_decode();
     test_wide();
-    test_wide_threads();
     test_lock();
     test_all_resident();
     test_fork();
