@@ -168,6 +168,7 @@ static void ggml_moe_lock(ggml_moe_prefetch_state & state, const ggml_moe_os & o
 
 void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph, int i0, int i1) {
     size_t n_hinted   = 0;
+    size_t n_absent   = 0; // of these, for certain
     size_t n_resident = 0;
     bool   lock_wanted;
     const auto ranges = ggml_moe_always_used(cgraph, i0, i1);
@@ -176,13 +177,15 @@ void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & o
         lock_wanted = state.params.lock_bytes > 0 && !state.lock_refused;
         for (const ggml_moe_range & range : ranges) {
             if (const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range)) {
-                n_hinted += ggml_moe_hint_range(state, os, range, *mapping, n_resident);
+                const size_t n = ggml_moe_hint_range(state, os, range, *mapping, n_resident);
+                n_hinted += n;
+                n_absent += mapping->resident_known ? n : 0;
             }
         }
     }
     state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_ALWAYS, n_hinted);
     if (state.mode.load() == GGML_MOE_PREFETCH_MODE_CACHE) {
-        state.always_hinted += n_hinted;
+        state.always_absent += n_absent;
     }
     ggml_moe_saw(state, n_hinted);
     if (lock_wanted) {

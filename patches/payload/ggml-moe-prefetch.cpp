@@ -149,7 +149,7 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
         for (const auto & range : state.always) {
             bytes_always += range.second;
         }
-        const uint64_t bytes_lost = state.always_hinted - std::min<uint64_t>(state.always_hinted, bytes_always);
+        const uint64_t bytes_lost = state.always_absent - std::min<uint64_t>(state.always_absent, bytes_always);
         // what is locked is not free
         bytes_always -= std::min<uint64_t>(bytes_always, state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED]);
         // a library or a device's driver takes memory at its first use, faster than it is looked at here; always used
@@ -165,7 +165,7 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
             state.always_ns   = now;
             state.n_always_lost++;
         }
-        budget -= std::min(budget, state.n_always_lost*margin/2);
+        budget -= std::min(budget, std::min(state.n_always_lost*margin/2, spare/4));
     }
     budget -= std::min<uint64_t>(budget, state.copy_bytes); // which the page cache holds until it is copied
 
@@ -766,7 +766,7 @@ static void ggml_moe_forget_layers(ggml_moe_prefetch_state & state, ggml_moe_ran
     ggml_moe_forget(state.routers,     cut, [](const auto & entry) { return entry.first; });
     for (const auto & range : state.always) {
         if (cut.begin <= range.first && range.first < cut.end) {
-            state.always_hinted -= std::min<uint64_t>(state.always_hinted, range.second);
+            state.always_absent -= std::min<uint64_t>(state.always_absent, range.second);
         }
     }
     ggml_moe_forget(state.always,      cut, [](const auto & entry) { return entry.first; });
@@ -874,6 +874,7 @@ static void ggml_moe_map_remove(const void * addr, size_t size) {
         if (state.mappings.empty()) { // the last model has gone
             last = std::move(state.cache);
             state.cache_needed = false;
+            state.always_absent = state.always_lost = state.n_always_lost = 0;
         }
     }
 }

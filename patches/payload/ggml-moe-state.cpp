@@ -293,7 +293,7 @@ static bool ggml_moe_params_change(const std::function<void(ggml_moe_prefetch_pa
             cache = std::move(state.cache); // selections under way keep it until they end
             state.cache_needed = false;
             state.uncached.clear();
-            state.always_hinted = state.always_lost = state.n_always_lost = 0;
+            state.always_absent = state.always_lost = state.n_always_lost = 0;
             state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = 0;
         }
         state.budget_ns    = 0;

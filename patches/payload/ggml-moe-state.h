@@ -74,7 +74,7 @@ struct ggml_moe_prefetch_state {
     std::atomic<uint64_t>                     copy_bytes{0};        // experts that a graph under way copies to a device, of two layers
     bool                                      cache_needed = false; // whether there is less memory than experts
     std::atomic<uint64_t>                     budget_ns{0};         // when the budget was looked at
-    std::atomic<uint64_t>                     always_hinted{0};     // cache: bytes of always used weights asked for; more than there are were pushed out
+    std::atomic<uint64_t>                     always_absent{0};     // cache: bytes of always used weights that were not in memory; more than there are were pushed out
     uint64_t                                  always_lost   = 0;    // of these, when the budget last gave way to them
     uint64_t                                  always_ns     = 0;    // when that was
     uint64_t                                  n_always_lost = 0;    // how often

@@ -808,6 +808,19 @@ static void test_budget_gives_way() {
     resident_end = 0;
     ggml_moe_prefetch_map_remove((const void *) (MAP[0] + 0x20000000), 72*mib);
 
+    // where the system does not tell what is in memory, nothing is known to be pushed out
+    unmap_files();
+    known = false;
+    map_files();
+    ggml_moe_prefetch_map_add((const void *) (MAP[0] + 0x20000000), 72*mib, 0);
+    for (int i = 0; i < 3; i++) {
+        model.run();
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    CHECK_EQ(t_counter("cache_budget"), (400 - 72 - 32)*mib);
+    ggml_moe_prefetch_map_remove((const void *) (MAP[0] + 0x20000000), 72*mib);
+    known = true;
+
     // another start
     CHECK(ggml_moe_prefetch_set_mode(GGML_MOE_PREFETCH_MODE_OVERLAP));
     ggml_moe_prefetch_params params = cache_params(0);
