@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from toolkit import config
+from toolkit.cli.model_ahead import ahead
 from toolkit.cli.model_early import early
 from toolkit.cli.model_evict import evict
 from toolkit.cli.model_predict import predict
@@ -33,6 +34,7 @@ def model() -> None:
     """
 
 
+model.add_command(ahead)
 model.add_command(early)
 model.add_command(evict)
 model.add_command(predict)

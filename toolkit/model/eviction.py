@@ -195,7 +195,12 @@ NEED_WEIGHTS = frozenset({"two scales, router weights"})
 
 
 def misses(workload: Workload, policy: Policy, capacity: int) -> NDArray[np.int64]:
-    """Missing slots of every token, prompt first, [token], of a cache of `capacity` slots that starts empty.
+    """Missing slots of every token, prompt first, [token]; see `layer_misses`."""
+    return layer_misses(workload, policy, capacity).sum(axis=1)
+
+
+def layer_misses(workload: Workload, policy: Policy, capacity: int) -> NDArray[np.int64]:
+    """Missing slots of every layer, [token, layer], prompt first, of a cache of `capacity` slots that starts empty.
 
     Tokens come one by one, each layer by layer; what a layer takes stays while it runs, so the capacity must be
     top_k at least.
@@ -205,4 +210,4 @@ def misses(workload: Workload, policy: Policy, capacity: int) -> NDArray[np.int6
         raise ValueError(f"a capacity of {capacity} slots does not hold the {workload.trace.top_k} of one layer")
     slots = (experts + np.arange(experts.shape[1])[None, :, None] * n_expert).tolist()
     cache = policy(workload, capacity)
-    return np.array([sum(cache.serve(t, layer, row) for layer, row in enumerate(rows)) for t, rows in enumerate(slots)])
+    return np.array([[cache.serve(t, layer, row) for layer, row in enumerate(rows)] for t, rows in enumerate(slots)])
