@@ -483,14 +483,8 @@ void ggml_moe_cache::cancel(ggml_moe_cache_layer & layer, const ggml_moe_ids & i
             continue;
         }
         // one of whose matrices a read has begun is read to its end: some of it would be missing for ever
-        const auto of_slot = [&](const job & job) { return job.slot == slot; };
-        const auto used    = [](const std::atomic<uint8_t> & state) { return state == GGML_MOE_CACHE_USED; };
-        const size_t n_queued = std::count_if(early.begin(), early.end(), of_slot);
-        if (n_queued == layer.parts.size()) {
-            early.erase(std::remove_if(early.begin(), early.end(), of_slot), early.end());
-            slot->n_pins -= (int) n_queued;
-            evict(*slot);
-        } else if (std::none_of(slot->state, slot->state + layer.parts.size(), used)) { // else it was there before
+        const auto used = [](const std::atomic<uint8_t> & state) { return state == GGML_MOE_CACHE_USED; };
+        if (!unqueue(*slot) && std::none_of(slot->state, slot->state + layer.parts.size(), used)) { // else it was there before
             counters.add(GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD_UNUSED);
         }
     }
@@ -501,7 +495,7 @@ size_t ggml_moe_cache::ahead(ggml_moe_cache_layer & layer, const std::vector<int
     const size_t n_parts = layer.parts.size();
     std::vector<ggml_moe_cache_slot *> found;
     std::vector<int32_t> missing;
-    if (!layer.readable()) {
+    if (no_ahead || !layer.readable()) {
         return 0;
     }
     for (const int32_t id : experts) {
@@ -556,7 +550,7 @@ size_t ggml_moe_cache::ahead(ggml_moe_cache_layer * layer, const std::vector<int
 void ggml_moe_cache::foresee(uintptr_t begin, std::function<std::vector<int32_t>()> select) {
     std::lock_guard<std::mutex> lock(mutex);
     const auto it = layers.find(begin);
-    if (it != layers.end()) {
+    if (it != layers.end() && !no_ahead) {
         guesses.clear(); // of a layer that has begun by now
         guesses.push_back({ begin, it->second->token, std::move(select) });
         work.notify_one();
@@ -578,6 +572,33 @@ void ggml_moe_cache::drop_ahead() {
         pool->n_ahead = 0;
         trim(*pool);
     }
+}
+
+void ggml_moe_cache::stop_ahead() {
+    std::unique_lock<std::mutex> lock(mutex);
+    no_ahead = true;
+    guesses.clear();
+    for (const auto & entry : layers) {
+        for (ggml_moe_cache_slot * slot : entry.second->slots) {
+            if (slot != nullptr) {
+                unqueue(*slot);
+            }
+        }
+    }
+    ready.wait(lock, [&] { return n_guessing == 0 && early.empty() && n_early == 0; });
+}
+
+// an expert none of whose matrices a read has begun leaves the queue and the cache
+bool ggml_moe_cache::unqueue(ggml_moe_cache_slot & slot) {
+    const auto of_slot = [&](const job & job) { return job.slot == &slot; };
+    const size_t n_parts = slot.layer->parts.size();
+    if (early.empty() || (size_t) std::count_if(early.begin(), early.end(), of_slot) != n_parts) {
+        return false;
+    }
+    early.erase(std::remove_if(early.begin(), early.end(), of_slot), early.end());
+    slot.n_pins -= (int) n_parts;
+    evict(slot);
+    return true;
 }
 
 const char * ggml_moe_cache::wait(const ggml_moe_cache_plan & plan, size_t part, size_t i_selected) {
@@ -628,8 +649,10 @@ bool ggml_moe_cache::next_job(job & next) {
         return false;
     }
     next = queue.front();
+    next.early = &queue == &early;
     queue.pop_front();
     n_guessed += guess;
+    n_early   += next.early;
     return true;
 }
 
@@ -662,6 +685,7 @@ void ggml_moe_cache::read(bool watches) {
 
         // who sees the state may count on the slot being free of this read
         n_guessed -= next.guess;
+        n_early   -= next.early;
         ggml_moe_cache_slot  & slot  = *next.slot;
         ggml_moe_cache_layer & layer = *slot.layer;
         slot.n_pins--;
@@ -717,17 +741,17 @@ bool ggml_moe_cache::copy_part(const job & job) {
     const uintptr_t first = begin/os.page_size*os.page_size;
     const size_t    size  = (begin + part.slice + os.page_size - 1)/os.page_size*os.page_size - first;
 
-    // most often nothing is there, and one page tells
-    static thread_local std::vector<uint8_t> pages;
-    pages.resize(size/os.page_size);
-    for (const size_t n : { os.page_size, size }) {
-        if (os.resident(first, n, pages.data()) != 0 ||
-                !std::all_of(pages.begin(), pages.begin() + n/os.page_size, [](uint8_t page) { return page & 1; })) {
+    // most often nothing is there, and the first page tells
+    uint8_t pages[256];
+    for (size_t done = 0, n = 1; done < size/os.page_size; done += n, n = std::min(sizeof(pages), size/os.page_size - done)) {
+        if (os.resident(first + done*os.page_size, n*os.page_size, pages) != 0 ||
+                !std::all_of(pages, pages + n, [](uint8_t page) { return page & 1; })) {
             return false;
         }
     }
     memcpy(job.slot->data + part.slot_offset + begin % os.page_size, (const void *) begin, part.slice);
-    (void) os.advise_cold(first, size); // a kindness that not every system knows
+    const ggml_moe_range whole = ggml_moe_range_inner({ begin, begin + part.slice }, os.page_size); // neighbours share the rest
+    (void) os.advise_cold(whole.begin, whole.size()); // a kindness that not every system knows
 
     counters.add(GGML_MOE_PREFETCH_COUNTER_BYTES_COPIED, part.slice);
     return true;

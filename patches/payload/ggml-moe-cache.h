@@ -186,6 +186,9 @@ struct ggml_moe_cache {
     // a new graph: what was read ahead and never asked for may go
     void drop_ahead();
 
+    // nothing more is read ahead, and what was begun is over when it returns
+    void stop_ahead();
+
     // address of a slice, waiting for its read; NULL: the mapping serves it
     const char * wait(const ggml_moe_cache_plan & plan, size_t part, size_t i_selected);
 
@@ -194,6 +197,7 @@ private:
         ggml_moe_cache_slot * slot  = nullptr;
         uint32_t              part  = 0;
         bool                  guess = false; // may turn out not to be needed
+        bool                  early = false; // taken before it was wanted
     };
 
     struct guess {
@@ -216,6 +220,8 @@ private:
     std::deque<job>         demand;
     std::deque<job>         early; // read only when there is no demand
     size_t                  n_guessed = 0; // guesses being read
+    size_t                  n_early   = 0; // jobs being read that were not wanted yet when they were taken
+    bool                    no_ahead  = false;
     float                   trust = 0.5f;  // share of the foreseen experts that were selected, the latest counting most
     std::deque<guess>       guesses;
     size_t                  n_guessing = 0; // under way
@@ -231,6 +237,7 @@ private:
     size_t bytes(size_t ggml_moe_cache_pool::* n_slots);
     size_t ahead(ggml_moe_cache_layer & layer, const std::vector<int32_t> & experts, bool guess);
     void cancel(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids);
+    bool unqueue(ggml_moe_cache_slot & slot);
     ggml_moe_cache_state read_part(const job & job);
     bool copy_part(const job & job);
     void share_budget();

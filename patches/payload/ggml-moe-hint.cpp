@@ -166,9 +166,9 @@ static void ggml_moe_lock(ggml_moe_prefetch_state & state, const ggml_moe_os & o
     state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED] += range.size();
 }
 
-void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph, int i0, int i1) {
+size_t ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph, int i0, int i1) {
     size_t n_hinted   = 0;
-    size_t n_absent   = 0; // of these, for certain
+    size_t n_absent   = 0;
     size_t n_resident = 0;
     bool   lock_wanted;
     const auto ranges = ggml_moe_always_used(cgraph, i0, i1);
@@ -177,22 +177,20 @@ void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & o
         lock_wanted = state.params.lock_bytes > 0 && !state.lock_refused;
         for (const ggml_moe_range & range : ranges) {
             if (const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range)) {
-                const size_t n = ggml_moe_hint_range(state, os, range, *mapping, n_resident);
-                n_hinted += n;
-                n_absent += mapping->resident_known ? n : 0;
+                const size_t n_before = n_resident;
+                n_hinted += ggml_moe_hint_range(state, os, range, *mapping, n_resident);
+                n_absent += mapping->resident_known ? ggml_moe_range_outer(range, os.page_size).size() - (n_resident - n_before) : 0;
             }
         }
     }
     state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_ALWAYS, n_hinted);
-    if (state.mode.load() == GGML_MOE_PREFETCH_MODE_CACHE) {
-        state.always_absent += n_absent;
-    }
     ggml_moe_saw(state, n_hinted);
     if (lock_wanted) {
         for (const ggml_moe_range & range : ranges) {
             ggml_moe_lock(state, os, range);
         }
     }
+    return n_absent;
 }
 
 static void ggml_moe_queue_run(ggml_moe_prefetch_state & state) {

@@ -14,11 +14,12 @@ void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe_os & o
 size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices,
     const std::vector<int32_t> & experts);
 
-// weights that nodes [i0, i1) are sure to read; locked too, within what the settings allow
-void ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph, int i0, int i1);
+// weights that nodes [i0, i1) are sure to read; locked too, within what the settings allow; returns the bytes of them that
+// are known not to be in memory
+size_t ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph, int i0, int i1);
 
 // Looking at pages costs as much as 1 % of a token when all are there. Pages that have gone show as major faults of
-// every thread of a matmul, so once nothing was missing for two rounds of all layers, the announcing thread's faults are
+// the threads of a matmul, so once nothing was missing for two rounds of all layers, the announcing thread's faults are
 // counted instead of pages; `n_faults` is that thread's count so far.
 bool ggml_moe_all_resident(ggml_moe_prefetch_state & state, const ggml_moe_os & os, uint64_t & n_faults);
 void ggml_moe_saw(ggml_moe_prefetch_state & state, size_t n_absent);

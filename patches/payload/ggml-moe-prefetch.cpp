@@ -123,6 +123,37 @@ static ggml_moe_group ggml_moe_plan_begin(ggml_moe_prefetch_state & state, ggml_
 // cache
 //
 
+// How much the system keeps for itself is not known: too little was left when always used weights are read again and
+// again. Once is somebody else's doing. True: the budget is to be smaller by one more step
+static bool ggml_moe_cache_give_way(ggml_moe_prefetch_state & state, uint64_t now, uint64_t tolerated) {
+    const uint64_t window     = 500*1000*1000; // nanoseconds
+    const uint32_t n_patience = 600;           // windows until a step is taken back
+
+    ggml_moe_pushed_out & pushed_out = state.pushed_out;
+    if (!state.cache_needed || state.cache_filling) {
+        pushed_out.absent = 0;
+        pushed_out.begin  = now;
+        return false;
+    }
+    if (now < pushed_out.begin + window) {
+        return false;
+    }
+    const bool some = pushed_out.absent.exchange(0) > tolerated;
+    pushed_out.begin  = now;
+    pushed_out.n_lost = some ? pushed_out.n_lost + 1 : 0;
+    pushed_out.n_kept = some ? 0 : pushed_out.n_kept + 1;
+    if (pushed_out.n_lost == 2) {
+        pushed_out.n_lost = 0;
+        pushed_out.n_steps++;
+        return true;
+    }
+    if (pushed_out.n_kept == n_patience) {
+        pushed_out.n_kept   = 0;
+        pushed_out.n_steps -= pushed_out.n_steps > 0;
+    }
+    return false;
+}
+
 // All memory that nobody else needs: not the process, not its always used weights, and a margin for what is to come.
 static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_moe_os & os) {
     // while it fills, others may be taking memory too
@@ -149,7 +180,6 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
         for (const auto & range : state.always) {
             bytes_always += range.second;
         }
-        const uint64_t bytes_lost = state.always_absent - std::min<uint64_t>(state.always_absent, bytes_always);
         // what is locked is not free
         bytes_always -= std::min<uint64_t>(bytes_always, state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED]);
         // a library or a device's driver takes memory at its first use, faster than it is looked at here; always used
@@ -157,15 +187,8 @@ static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_mo
         const uint64_t margin = std::max<uint64_t>(64*1024*1024, spare/32);
         budget = spare - std::min(spare, bytes_always + (bytes_always < margin ? margin : margin/2));
 
-        // how much the system keeps for itself is not known: too little was left if always used weights are read again.
-        // It takes some tokens until they are all back.
-        lost = bytes_lost > state.always_lost + margin/8 && now - state.always_ns > 500*1000*1000;
-        if (lost) {
-            state.always_lost = bytes_lost;
-            state.always_ns   = now;
-            state.n_always_lost++;
-        }
-        budget -= std::min(budget, std::min(state.n_always_lost*margin/2, spare/4));
+        lost = ggml_moe_cache_give_way(state, now, margin/8);
+        budget -= std::min(budget, std::min(state.pushed_out.n_steps*margin/2, spare/4));
     }
     budget -= std::min<uint64_t>(budget, state.copy_bytes); // which the page cache holds until it is copied
 
@@ -461,8 +484,9 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
 
     if (mode >= GGML_MOE_PREFETCH_MODE_OVERLAP) {
         const int next = ggml_moe_group_next(cgraph, i + 1);
-        if (!all_resident) {
-            ggml_moe_hint_always(state, os, cgraph, i, next);
+        const size_t n_absent = all_resident ? 0 : ggml_moe_hint_always(state, os, cgraph, i, next);
+        if (layer != nullptr && rest.empty() && ids.rows.size() < GGML_MOE_CACHE_N_PROMPT) {
+            state.pushed_out.absent += n_absent; // by decode; a prompt is read through the page cache where it needs more
         }
 
         const bool wide = (int64_t) ids.distinct.size()*100 >= group.n_expert()*state.wide;
@@ -764,11 +788,6 @@ static void ggml_moe_forget_layers(ggml_moe_prefetch_state & state, ggml_moe_ran
     }
     ggml_moe_forget(state.layer_index, cut, [](const auto & entry) { return entry.first; });
     ggml_moe_forget(state.routers,     cut, [](const auto & entry) { return entry.first; });
-    for (const auto & range : state.always) {
-        if (cut.begin <= range.first && range.first < cut.end) {
-            state.always_absent -= std::min<uint64_t>(state.always_absent, range.second);
-        }
-    }
     ggml_moe_forget(state.always,      cut, [](const auto & entry) { return entry.first; });
     ggml_moe_forget(state.uncached,    cut, [](uintptr_t begin)    { return begin; });
     state.n_layers = state.layer_index.size();
@@ -823,6 +842,7 @@ static void ggml_moe_cut_queue(std::deque<ggml_moe_range> & queue, ggml_moe_rang
 
 static void ggml_moe_map_remove(const void * addr, size_t size) {
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
+    std::lock_guard<std::mutex> retiring(state.retiring_mutex);
 
     // Of this mapping only: another can lie in a hole that an earlier removal left in it.
     const ggml_moe_range removed = { (uintptr_t) addr, (uintptr_t) addr + size };
@@ -845,15 +865,19 @@ static void ggml_moe_map_remove(const void * addr, size_t size) {
         {
             std::unique_lock<std::shared_mutex> lock(state.plans_mutex);
             for (size_t k = state.plans.size(); k-- > 0;) {
+                over.push_back(state.plans[k]->cache); // one that was switched off may still read for it
                 if (state.plans[k]->layer->overlaps(cut)) {
-                    over.push_back(ggml_moe_plan_unlist(state, *state.plans[k]));
+                    (void) ggml_moe_plan_unlist(state, *state.plans[k]);
                 }
             }
         }
 
         std::unique_lock<std::shared_mutex> lock(state.mutex);
-        if (state.cache) {
-            state.cache->remove(cut);
+        over.push_back(state.cache);
+        for (const auto & cache : over) {
+            if (cache) {
+                cache->remove(cut);
+            }
         }
         ggml_moe_cut(state.mappings, cut, [](ggml_moe_mapping & m) -> ggml_moe_range & { return m.range; });
         ggml_moe_cut(state.random,   cut, [](ggml_moe_range   & r) -> ggml_moe_range & { return r; });
@@ -874,7 +898,7 @@ static void ggml_moe_map_remove(const void * addr, size_t size) {
         if (state.mappings.empty()) { // the last model has gone
             last = std::move(state.cache);
             state.cache_needed = false;
-            state.always_absent = state.always_lost = state.n_always_lost = 0;
+            state.pushed_out.reset();
         }
     }
 }

@@ -265,43 +265,49 @@ bool ggml_moe_prefetch_get_params(struct ggml_moe_prefetch_params * params, size
 static bool ggml_moe_params_change(const std::function<void(ggml_moe_prefetch_params &)> & change) {
     ggml_moe_prefetch_state & state = ggml_moe_prefetch_get_state();
 
-    std::shared_ptr<ggml_moe_cache> cache; // its end, without the lock, joins threads
     std::vector<std::pair<int, const char *>> results;
     {
-        std::unique_lock<std::shared_mutex> lock(state.mutex);
-        ggml_moe_prefetch_params params = state.params;
-        change(params);
-        if (!ggml_moe_params_valid(params)) {
-            return false;
-        }
-        ggml_moe_queue_drop(state);
-        const ggml_moe_os & os = *state.os.load();
-        if (params.mode < GGML_MOE_PREFETCH_MODE_HINT) {
-            for (const ggml_moe_range & range : state.random) {
-                results.push_back({ os.advise_normal(range.begin, range.size()), "madvise(MADV_NORMAL)" });
+        std::lock_guard<std::mutex> retiring(state.retiring_mutex);
+        std::shared_ptr<ggml_moe_cache> cache;
+        {
+            std::unique_lock<std::shared_mutex> lock(state.mutex);
+            ggml_moe_prefetch_params params = state.params;
+            change(params);
+            if (!ggml_moe_params_valid(params)) {
+                return false;
             }
-            state.random.clear();
-        }
-        if (params.mode < GGML_MOE_PREFETCH_MODE_OVERLAP || params.lock_bytes == 0) {
-            for (const ggml_moe_range & range : state.locked) {
-                results.push_back({ os.unlock(range.begin, range.size()), "munlock" });
+            ggml_moe_queue_drop(state);
+            const ggml_moe_os & os = *state.os.load();
+            if (params.mode < GGML_MOE_PREFETCH_MODE_HINT) {
+                for (const ggml_moe_range & range : state.random) {
+                    results.push_back({ os.advise_normal(range.begin, range.size()), "madvise(MADV_NORMAL)" });
+                }
+                state.random.clear();
             }
-            state.locked.clear();
-            state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED] = 0;
+            if (params.mode < GGML_MOE_PREFETCH_MODE_OVERLAP || params.lock_bytes == 0) {
+                for (const ggml_moe_range & range : state.locked) {
+                    results.push_back({ os.unlock(range.begin, range.size()), "munlock" });
+                }
+                state.locked.clear();
+                state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED] = 0;
+            }
+            if (params.mode != GGML_MOE_PREFETCH_MODE_CACHE) {
+                cache = std::move(state.cache);
+                state.cache_needed = false;
+                state.uncached.clear();
+                state.pushed_out.reset();
+                state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = 0;
+            }
+            state.budget_ns    = 0;
+            state.n_clean      = 0;
+            state.lock_refused = false;
+            state.params    = params;
+            state.wide      = params.wide;
+            state.mode      = params.mode;
         }
-        if (params.mode != GGML_MOE_PREFETCH_MODE_CACHE) {
-            cache = std::move(state.cache); // selections under way keep it until they end
-            state.cache_needed = false;
-            state.uncached.clear();
-            state.always_absent = state.always_lost = state.n_always_lost = 0;
-            state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = 0;
+        if (cache) { // selections under way keep it until they end, its readers must not keep a model that has none
+            cache->stop_ahead();
         }
-        state.budget_ns    = 0;
-        state.n_clean      = 0;
-        state.lock_refused = false;
-        state.params    = params;
-        state.wide      = params.wide;
-        state.mode      = params.mode;
     }
     for (const auto & result : results) { // without the lock: who receives the message may ask for the settings
         state.check(result.first, result.second);

@@ -48,6 +48,19 @@ struct ggml_moe_plan : ggml_moe_cache_plan {
     ggml_moe_prefetch_state *       state = nullptr; // in whose list it is
 };
 
+// cache: always used weights that decode finds gone, looked at in windows of half a second
+struct ggml_moe_pushed_out {
+    std::atomic<uint64_t> absent{0};   // bytes in this window
+    uint64_t              begin   = 0; // of the window
+    uint32_t              n_lost  = 0; // windows in a row with some
+    uint32_t              n_kept  = 0; // windows in a row without
+    uint32_t              n_steps = 0; // by which the budget has given way
+
+    void reset() {
+        absent = begin = n_lost = n_kept = n_steps = 0;
+    }
+};
+
 struct ggml_moe_prefetch_state {
     std::atomic<int>   mode{GGML_MOE_PREFETCH_MODE_OFF};
     ggml_moe_counters  counters;
@@ -74,14 +87,14 @@ struct ggml_moe_prefetch_state {
     std::atomic<uint64_t>                     copy_bytes{0};        // experts that a graph under way copies to a device, of two layers
     bool                                      cache_needed = false; // whether there is less memory than experts
     std::atomic<uint64_t>                     budget_ns{0};         // when the budget was looked at
-    std::atomic<uint64_t>                     always_absent{0};     // cache: bytes of always used weights that were not in memory; more than there are were pushed out
-    uint64_t                                  always_lost   = 0;    // of these, when the budget last gave way to them
-    uint64_t                                  always_ns     = 0;    // when that was
-    uint64_t                                  n_always_lost = 0;    // how often
+    ggml_moe_pushed_out                       pushed_out;
     std::atomic<bool>                         cache_filling{true};  // it holds less than it may
 
     // after some tokens in which every page was there, a major fault is awaited before pages are looked at again
     std::atomic<uint64_t> n_clean{0};
+
+    // before all other mutexes: while a cache that was switched off is still reading ahead, no model goes away
+    std::mutex                   retiring_mutex;
 
     std::shared_mutex            plans_mutex;
     std::vector<ggml_moe_plan *> plans;

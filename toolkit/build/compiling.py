@@ -18,7 +18,6 @@ from toolkit.errors import BuildError, CommandError
 
 _NINJA = re.compile(r"^\[(\d+)/(\d+)\]")
 _UNUSED = "Manually-specified variables were not used by the project:"
-_PATIENCE_S = 3.0
 _TAIL_LINES = 30
 
 
@@ -100,14 +99,12 @@ def _started(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess
         try:
             yield process
         except BaseException:
-            # SIGINT first: ninja then removes the outputs it was in the middle of. In the background of a script all
-            # but ninja ignore it.
+            # SIGINT, so that ninja removes the outputs it was in the middle of, as it does for SIGTERM. In the background
+            # of a script the others, like this process, ignore SIGINT.
             if os.name == "posix":
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                        os.killpg(process.pid, number)
-                        process.wait(_PATIENCE_S)
-                        break
+                ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM if ignored else signal.SIGINT)
             else:
                 process.terminate()
             raise
