@@ -374,7 +374,7 @@ static void test_overflow() {
 // a model can be unloaded right after the mode was switched, while a thread still keeps its last selection
 static void test_switch_ends_reads_ahead() {
     reset(cache_params(40));
-    t_model model(2);
+    t_model model(3);
     CHECK_EQ(model.run(), 0u);
 
     t_graph wide;

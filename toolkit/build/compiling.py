@@ -99,8 +99,8 @@ def _started(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess
         try:
             yield process
         except BaseException:
-            # SIGINT, so that ninja removes the outputs it was in the middle of, as it does for SIGTERM. In the background
-            # of a script the others, like this process, ignore SIGINT.
+            # SIGINT, so that ninja removes the outputs it was in the middle of, as it does for SIGTERM. In the
+            # background of a script the others, like this process, ignore SIGINT.
             if os.name == "posix":
                 ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
                 with contextlib.suppress(ProcessLookupError):
