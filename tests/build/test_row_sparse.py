@@ -162,7 +162,7 @@ def test_only_the_rows_of_the_tokens_are_read_and_the_advice_stays(
         if arm.name in ("hint", "overlap"):
             assert counters["calls"] > 0
         elif arm.name == "cache":
-            assert counters["reads"] > 0
+            assert counters["reads"] + counters["bytes_copied"] > 0
         assert counters["errors"] == 0
 
 

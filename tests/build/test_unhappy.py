@@ -150,7 +150,7 @@ def test_experts_in_two_files(
     assert counters["mappings"] == 2
     assert counters["errors"] == counters["unmapped"] == 0
     if mode == "cache":
-        assert counters["reads"] > 0
+        assert counters["reads"] + counters["bytes_copied"] > 0  # the file may be in memory
         assert counters["evicted"] > 0
 
 
@@ -221,7 +221,7 @@ def test_a_lock_limit_that_is_too_low_is_said_once_and_the_rest_goes_on(
     # pages that neighbours share count once for the kernel and twice here
     assert (counters["bytes_locked"] > 0) == (limit > 0)
     assert counters["bytes_locked"] <= 2 * limit
-    assert (counters["reads"] > 0) == (mode == "cache")
+    assert (counters["reads"] + counters["bytes_copied"] > 0) == (mode == "cache")
 
 
 def test_a_root_without_rights_is_not_told_which_pages_are_resident(arms: Mapping[str, Arm], tiny: Path) -> None:
