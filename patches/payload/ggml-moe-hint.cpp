@@ -85,97 +85,32 @@ void ggml_moe_hint_random(ggml_moe_prefetch_state & state, const ggml_moe_os & o
     }
 }
 
-// slices to ask for, taken one by one
-struct ggml_moe_ask {
-    std::vector<ggml_moe_range> slices;
-    std::atomic<size_t>         next{0};
-    std::atomic<size_t>         n_hinted{0};
-    std::atomic<size_t>         n_resident{0};
-    size_t                      n_busy = 0; // helpers in it
-};
-
-static void ggml_moe_ask_some(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_ask & ask) {
-    for (size_t k; (k = ask.next.fetch_add(1)) < ask.slices.size();) {
-        std::shared_lock<std::shared_mutex> lock(state.mutex);
-        size_t n_resident = 0;
-        if (const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, ask.slices[k])) {
-            state.count(GGML_MOE_PREFETCH_COUNTER_SLICES);
-            ask.n_hinted   += ggml_moe_hint_range(state, os, ask.slices[k], *mapping, n_resident);
-            ask.n_resident += n_resident;
-        }
-    }
-}
-
-static void ggml_moe_ask_help(ggml_moe_prefetch_state & state) {
-    std::unique_lock<std::mutex> lock(state.ask_mutex);
-    for (;;) {
-        state.ask_filled.wait(lock, [&] { return state.ask != nullptr && state.ask->next < state.ask->slices.size(); });
-        ggml_moe_ask & ask = *state.ask;
-        ask.n_busy++;
-        lock.unlock();
-        ggml_moe_ask_some(state, *state.os.load(), ask);
-        lock.lock();
-        ask.n_busy--;
-        state.ask_done.notify_all();
-    }
-}
-
-// Making the requests of a token takes longer than computing it, and other threads of the matmul only wait meanwhile.
-// False: the caller is alone, as with few slices, for which nobody is worth waking
-static bool ggml_moe_ask_begin(ggml_moe_prefetch_state & state, ggml_moe_ask & ask) {
-    if (ask.slices.size() < 8 || std::thread::hardware_concurrency() < 2) {
-        return false;
-    }
-    std::lock_guard<std::mutex> lock(state.ask_mutex);
-    if (state.ask != nullptr) {
-        return false; // of another context
-    }
-    if (!state.ask_helped) {
-        try {
-            std::thread([&state] {
-                try {
-                    ggml_moe_ask_help(state);
-                } catch (const std::exception &) { // short of memory
-                    std::abort();
-                }
-            }).detach();
-        } catch (const std::system_error &) {
-            return false;
-        }
-        state.ask_helped = true;
-    }
-    state.ask = &ask;
-    state.ask_filled.notify_one();
-    return true;
-}
-
 size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices,
         const std::vector<int32_t> & experts) {
-    ggml_moe_ask ask;
+    size_t n_hinted   = 0;
+    size_t n_resident = 0;
+
     for (const ggml_tensor * weights : matrices) {
-        {
-            std::shared_lock<std::shared_mutex> lock(state.mutex);
-            if (ggml_moe_find_mapping(state, ggml_moe_tensor_range(weights)) == nullptr) {
-                state.count(GGML_MOE_PREFETCH_COUNTER_UNMAPPED);
-                continue;
-            }
+        const ggml_moe_range range = ggml_moe_tensor_range(weights);
+
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+
+        const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range);
+        if (mapping == nullptr) {
+            state.count(GGML_MOE_PREFETCH_COUNTER_UNMAPPED);
+            continue;
         }
         for (const int32_t id : experts) {
-            if (id < weights->ne[2]) {
-                const uintptr_t begin = (uintptr_t) weights->data + id*weights->nb[2];
-                ask.slices.push_back({ begin, begin + weights->nb[2] });
+            if (id >= weights->ne[2]) {
+                continue;
             }
+            const uintptr_t begin = range.begin + id*weights->nb[2];
+            state.count(GGML_MOE_PREFETCH_COUNTER_SLICES);
+            n_hinted += ggml_moe_hint_range(state, os, { begin, begin + weights->nb[2] }, *mapping, n_resident);
         }
     }
-    const bool helped = ggml_moe_ask_begin(state, ask);
-    ggml_moe_ask_some(state, os, ask);
-    if (helped) {
-        std::unique_lock<std::mutex> lock(state.ask_mutex);
-        state.ask = nullptr;
-        state.ask_done.wait(lock, [&] { return ask.n_busy == 0; });
-    }
-    state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_RESIDENT, ask.n_resident);
-    return ask.n_hinted;
+    state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_RESIDENT, n_resident);
+    return n_hinted;
 }
 
 // What is pushed out goes many pages at a time. One fault alone is a row of a table, which nobody can foresee.

@@ -100,13 +100,6 @@ struct ggml_moe_prefetch_state {
     std::vector<ggml_moe_plan *> plans;
     std::atomic<size_t>          n_plans{0};
 
-    // slices that the announcing thread and a helper are asking for together
-    std::mutex              ask_mutex;
-    std::condition_variable ask_filled;
-    std::condition_variable ask_done;
-    struct ggml_moe_ask *   ask = nullptr;
-    bool                    ask_helped = false; // the helper runs
-
     // overlap: ranges for which to start reads without holding up a compute thread
     std::mutex                 queue_mutex;
     std::condition_variable    queue_filled;
