@@ -113,6 +113,29 @@ size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os 
     return n_hinted;
 }
 
+void ggml_moe_hint_rows(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph, int i1) {
+    for (int i = 0; i < i1; i++) {
+        const ggml_tensor * table = cgraph->nodes[i]->src[0];
+        const ggml_tensor * rows  = cgraph->nodes[i]->src[1];
+        if (cgraph->nodes[i]->op != GGML_OP_GET_ROWS || strcmp(table->name, "token_embd.weight") != 0 ||
+                rows->op != GGML_OP_NONE || rows->type != GGML_TYPE_I32 || !ggml_moe_in_host_memory(rows)) {
+            continue;
+        }
+        const ggml_moe_range range = ggml_moe_tensor_range(table);
+        size_t n_resident = 0;
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+        const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range);
+        for (int64_t k = 0; mapping != nullptr && k < rows->ne[0]; k++) {
+            int32_t row;
+            memcpy(&row, (const char *) rows->data + k*rows->nb[0], sizeof(row));
+            if (row >= 0 && row < table->ne[1]) {
+                const uintptr_t begin = range.begin + row*table->nb[1];
+                ggml_moe_hint_range(state, os, { begin, begin + table->nb[1] }, *mapping, n_resident);
+            }
+        }
+    }
+}
+
 // What is pushed out goes many pages at a time. One fault alone is a row of a table, which nobody can foresee.
 bool ggml_moe_all_resident(ggml_moe_prefetch_state & state, const ggml_moe_os & os, uint64_t & n_faults) {
     const uint64_t n_before = n_faults;

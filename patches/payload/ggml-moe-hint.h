@@ -18,6 +18,10 @@ size_t ggml_moe_hint_experts(ggml_moe_prefetch_state & state, const ggml_moe_os 
 // are known not to be in memory
 size_t ggml_moe_hint_always(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph, int i0, int i1);
 
+// rows of the token embedding that nodes [0, i1) take: a fault would read around them as much as the read-ahead; other
+// tables are llama.cpp's to read by the row
+void ggml_moe_hint_rows(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph, int i1);
+
 // Looking at pages costs as much as 1 % of a token when all are there. Pages that have gone show as major faults of
 // the threads of a matmul, so once nothing was missing for two rounds of all layers, the announcing thread's faults are
 // counted instead of pages; `n_faults` is that thread's count so far.

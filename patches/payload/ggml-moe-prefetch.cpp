@@ -350,10 +350,14 @@ static void ggml_moe_graph_begin(ggml_moe_prefetch_state & state, const ggml_moe
     ggml_moe_plan_end(thread.plan);
     thread.wide = false;
 
-    if (mode < GGML_MOE_PREFETCH_MODE_OVERLAP) {
+    if (mode < GGML_MOE_PREFETCH_MODE_HINT) {
         return;
     }
     const int first = ggml_moe_group_next(cgraph, 0);
+    ggml_moe_hint_rows(state, os, cgraph, first);
+    if (mode < GGML_MOE_PREFETCH_MODE_OVERLAP) {
+        return;
+    }
     if (!ggml_moe_all_resident(state, os, thread.n_faults) && first < cgraph->n_nodes) {
         ggml_moe_hint_always(state, os, cgraph, 0, first);
     }

@@ -147,6 +147,38 @@ static void test_wide() {
     available = (uint64_t) 1 << 40;
 }
 
+// of the token embedding the pages of the rows that are taken, in every mode that hints; of no other table
+static void test_rows() {
+    for (const auto mode : { GGML_MOE_PREFETCH_MODE_HINT, GGML_MOE_PREFETCH_MODE_OVERLAP }) {
+        for (const char * name : { "token_embd.weight", "per_layer_token_embd.weight" }) {
+            reset();
+            CHECK(ggml_moe_prefetch_set_mode(mode));
+            t_graph g;
+            const uintptr_t table_begin = BASE + 0x1000000;
+            ggml_tensor * table = g.weights(table_begin, 1, 64*3*PAGE/2);
+            table->ne[1] = 64;
+            table->nb[1] = 3*PAGE/2; // a row and a half of pages
+            snprintf(table->name, sizeof(table->name), "%s", name);
+            ggml_tensor * tokens = g.ids(4, 4, {{ 2, 9, -1, 64 }}); // two of them are no rows
+            tokens->ne[0] = 4;
+            tokens->ne[1] = 1;
+            g.nodes[g.add(GGML_OP_GET_ROWS, table)]->src[1] = tokens;
+            ggml_tensor * selected = g.ids(2, N_EXPERT, {{ 0, 1 }});
+            selected->op = GGML_OP_VIEW;
+            g.add(GGML_OP_MUL_MAT_ID, g.weights(BASE, N_EXPERT, SLICE), selected);
+            ggml_moe_prefetch_node(&g.cgraph, 0);
+            if (strcmp(name, "token_embd.weight") == 0) {
+                // row 2: pages 3 and 4; row 9: from 13.5 to 15
+                CHECK(only('w', table_begin) == std::vector<t_request>({
+                    { 'w', table_begin + 3*PAGE, 2*PAGE }, { 'w', table_begin + 13*PAGE, 2*PAGE },
+                }));
+            } else {
+                CHECK(only('w', table_begin).empty());
+            }
+        }
+    }
+}
+
 static void test_lock() {
     // two of the three fit in what may be locked; they stay locked until the mode changes
     t_model model;
@@ -242,6 +274,7 @@ int main() {
 
     test_decode();
     test_wide();
+    test_rows();
     test_lock();
     test_all_resident();
     test_fork();
