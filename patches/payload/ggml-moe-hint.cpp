@@ -136,7 +136,7 @@ void ggml_moe_hint_rows(ggml_moe_prefetch_state & state, const ggml_moe_os & os,
     }
 }
 
-// What is pushed out goes many pages at a time. One fault alone is a row of a table, which nobody can foresee.
+// What is pushed out goes many pages at a time. One fault alone is a row of a table that is left alone.
 bool ggml_moe_all_resident(ggml_moe_prefetch_state & state, const ggml_moe_os & os, uint64_t & n_faults) {
     const uint64_t n_before = n_faults;
     n_faults = os.major_faults();
