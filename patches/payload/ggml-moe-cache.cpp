@@ -14,7 +14,7 @@ uint64_t ggml_moe_now_ns(void) {
 }
 
 ggml_moe_cache::ggml_moe_cache(const ggml_moe_os & os, ggml_moe_counters & counters, int n_readers, float half_life,
-        std::function<void()> watch) : os(os), counters(counters), frequent(half_life), watch(std::move(watch)) {
+        std::function<void()> watch) : os(os), counters(counters), policy(half_life), watch(std::move(watch)) {
     // Where readers share all the CPUs with the matmuls, the interrupts of a disk draw them to one CPU and two threads
     // of the matmuls end up on another, waiting for each other.
     const int  n_cores = (int) std::thread::hardware_concurrency();
@@ -111,7 +111,7 @@ int ggml_moe_cache::add(std::vector<ggml_moe_cache_part> parts, int64_t n_expert
     auto layer = std::make_unique<ggml_moe_cache_layer>();
     layer->parts = std::move(parts);
     layer->slots.resize(n_expert);
-    layer->uses.resize(n_expert);
+    layer->uses.experts.resize(n_expert);
     layer->pool  = pool;
     layer->index = index;
     layer->stats = &stats;
@@ -234,45 +234,6 @@ void ggml_moe_cache::evict(ggml_moe_cache_slot & slot) {
 // which experts to keep
 //
 
-void ggml_moe_cache::touch(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids) {
-    const bool prompt = ids.rows.size() >= GGML_MOE_CACHE_N_PROMPT;
-
-    index = layer.index;
-    layer.pass += prompt ? 0 : 1;
-    for (const int32_t id : ids.distinct) {
-        ggml_moe_cache_use & use = layer.uses[id];
-        use.recent   *= recent  (layer.pass - use.pass);
-        use.frequent *= frequent(layer.pass - use.pass);
-        use.recent    = prompt ? std::max(use.recent,   1.0f) : use.recent   + 1.0f;
-        use.frequent  = prompt ? std::max(use.frequent, 1.0f) : use.frequent + 1.0f;
-        use.pass      = layer.pass;
-    }
-    for (const auto & row : ids.rows) {
-        layer.token++;
-        for (const int32_t id : row) {
-            ggml_moe_cache_use & use = layer.uses[id];
-            use.tail  = use.tail*tail(layer.token - use.token) + 1.0f;
-            use.token = layer.token;
-        }
-    }
-}
-
-// What an expert in memory is worth is `counts` times `due`. Weights and half-lives: results/eviction.md.
-float ggml_moe_cache::counts(const ggml_moe_cache_layer & layer, int32_t expert) const {
-    const ggml_moe_cache_use & use = layer.uses[expert];
-
-    const uint32_t n_passes = layer.pass - use.pass;
-    return 4.0f*use.recent*recent(n_passes) + use.frequent*frequent(n_passes) + 0.001f*use.tail*tail(layer.token - use.token);
-}
-
-// Layers run in a cycle, so an expert of a layer that has just run is needed later than one of the layer that runs next.
-float ggml_moe_cache::due(const ggml_moe_cache_layer & layer) const {
-    const int64_t n      = (int64_t) layers.size();
-    const int64_t behind = ((int64_t) layer.index - (int64_t) index - 1)%n;
-    const float   cycles = (float) ((behind + n)%n + 1)/(float) n; // until the layer runs again, (0, 1]
-    return std::exp2(-0.2f*cycles);
-}
-
 void ggml_moe_cache::set_ahead(ggml_moe_cache_slot & slot, bool ahead) {
     slot.layer->pool->n_ahead += (size_t) ahead - (size_t) slot.ahead;
     slot.ahead = ahead;
@@ -302,10 +263,10 @@ size_t ggml_moe_cache::acquire(ggml_moe_cache_pool & pool, size_t n, std::vector
             if (layer.pool != &pool) {
                 continue;
             }
-            const float due = this->due(layer);
+            const float due = ggml_moe_due(layer.index, running, layers.size());
             for (ggml_moe_cache_slot * slot : layer.slots) {
                 if (slot != nullptr && slot->n_pins == 0 && !slot->ahead) {
-                    victims.push_back({ due*counts(layer, slot->expert), slot });
+                    victims.push_back({ due*policy.counts(layer.uses, slot->expert), slot });
                 }
             }
         }
@@ -352,7 +313,8 @@ size_t ggml_moe_cache::begin(ggml_moe_cache_plan & plan, const ggml_moe_ids & id
     missing.reserve(ids.distinct.size());
 
     std::unique_lock<std::mutex> lock(mutex);
-    touch(layer, ids);
+    running = layer.index;
+    policy.touch(layer.uses, ids, ids.rows.size() >= GGML_MOE_N_PROMPT);
     cancel(layer, ids);
     for (const int32_t id : ids.distinct) {
         ggml_moe_cache_slot * slot = layer.slots[id];
@@ -552,7 +514,7 @@ void ggml_moe_cache::foresee(uintptr_t begin, std::function<std::vector<int32_t>
     const auto it = layers.find(begin);
     if (it != layers.end() && !no_ahead) {
         guesses.clear(); // of a layer that has begun by now
-        guesses.push_back({ begin, it->second->token, std::move(select) });
+        guesses.push_back({ begin, it->second->uses.token, std::move(select) });
         work.notify_one();
     }
 }
@@ -720,7 +682,7 @@ void ggml_moe_cache::follow(std::unique_lock<std::mutex> & lock) {
 
     const auto it = layers.find(next.begin);
     try {
-        if (it != layers.end() && it->second->token == next.token && !experts.empty()) {
+        if (it != layers.end() && it->second->uses.token == next.token && !experts.empty()) {
             ahead(*it->second, experts, true);
             it->second->foreseen = std::move(experts);
         }
@@ -731,7 +693,7 @@ void ggml_moe_cache::follow(std::unique_lock<std::mutex> & lock) {
 }
 
 // What the page cache holds is copied instead of read again: after a prompt that a device computed, or of a file that
-// was in use before. Of two copies the page cache's is then the first to go.
+// was in use before. The page cache's copy is dropped.
 bool ggml_moe_cache::copy_part(const job & job) {
     const ggml_moe_cache_part & part = job.slot->layer->parts[job.part];
     if (!part.resident_known) {
@@ -751,7 +713,7 @@ bool ggml_moe_cache::copy_part(const job & job) {
     }
     memcpy(job.slot->data + part.slot_offset + begin % os.page_size, (const void *) begin, part.slice);
     const ggml_moe_range whole = ggml_moe_range_inner({ begin, begin + part.slice }, os.page_size); // neighbours share the rest
-    (void) os.advise_cold(whole.begin, whole.size()); // a kindness that not every system knows
+    (void) os.page_drop(part.file, whole.begin, whole.size(), part.file_offset + (whole.begin - part.begin)); // not every system can
 
     counters.add(GGML_MOE_PREFETCH_COUNTER_BYTES_COPIED, part.slice);
     return true;

@@ -8,10 +8,10 @@
 
 #include "ggml-moe-graph.h"
 #include "ggml-moe-os.h"
+#include "ggml-moe-policy.h"
 #include "ggml-moe-prefetch.h"
 
 #include <atomic>
-#include <cmath>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -51,9 +51,6 @@ uint64_t ggml_moe_now_ns(void);
 static constexpr uint32_t GGML_MOE_CACHE_N_FAILED = 16;
 static constexpr uint32_t GGML_MOE_CACHE_N_RETRY  = 256;
 
-// tokens from which on a batch is taken for a piece of a prompt
-static constexpr size_t GGML_MOE_CACHE_N_PROMPT = 9;
-
 struct ggml_moe_cache_layer;
 struct ggml_moe_cache_pool;
 
@@ -86,22 +83,10 @@ struct ggml_moe_cache_slot {
     std::atomic<uint8_t>   state[MAX_PARTS] = {};
 };
 
-// how often an expert was selected, an older selection counting less. A pass is a selection by a few tokens; a prompt
-// is none, however many batches it comes in, and makes its experts only as good as used once
-struct ggml_moe_cache_use {
-    float    recent   = 0.0f; // half after one pass
-    float    frequent = 0.0f; // half after half_life passes
-    float    tail     = 0.0f; // half after 16 tokens, prompt or not: the order among those of a prompt
-    uint32_t pass     = 0;    // of the layer, when the first two were last brought up to date
-    uint64_t token    = 0;    // of the layer, the same of the third
-};
-
 struct ggml_moe_cache_layer {
     std::vector<ggml_moe_cache_part>   parts;
     std::vector<ggml_moe_cache_slot *> slots;     // [n_expert], NULL: not in the cache
-    std::vector<ggml_moe_cache_use>    uses;      // [n_expert], of all experts: the counts outlive the slot
-    uint32_t                           pass  = 0;
-    uint64_t                           token = 0; // tokens routed so far
+    ggml_moe_uses                      uses;      // of all experts: the counts outlive the slot
     size_t                             index = 0; // position among all layers, in the order they run
     ggml_moe_cache_pool *              pool  = nullptr;
     ggml_moe_layer_stats *             stats = nullptr;
@@ -109,19 +94,7 @@ struct ggml_moe_cache_layer {
     std::vector<int32_t>               foreseen;     // experts of its next selection, as far as one can tell
 
     bool overlaps(ggml_moe_range range) const;
-    bool readable() const { return n_failed < GGML_MOE_CACHE_N_FAILED || pass % GGML_MOE_CACHE_N_RETRY == 0; }
-};
-
-// powers of 2^(-1/half), tabulated: hundreds of scores are computed for one that is replaced
-struct ggml_moe_decay {
-    std::vector<float> powers;
-
-    explicit ggml_moe_decay(float half) {
-        for (int n = 0; n == 0 || powers.back() > 1e-6f; n++) {
-            powers.push_back(std::exp2(-(float) n/half));
-        }
-    }
-    float operator()(uint64_t n) const { return n < powers.size() ? powers[n] : 0.0f; }
+    bool readable() const { return n_failed < GGML_MOE_CACHE_N_FAILED || uses.pass % GGML_MOE_CACHE_N_RETRY == 0; }
 };
 
 // slots of one size; layers whose experts have the same size share them
@@ -208,9 +181,7 @@ private:
 
     const ggml_moe_os & os;
     ggml_moe_counters & counters;
-    const ggml_moe_decay recent  {1.0f};  // by passes
-    const ggml_moe_decay frequent;
-    const ggml_moe_decay tail    {16.0f}; // by tokens
+    const ggml_moe_policy policy;
     const std::function<void()> watch;
 
     std::mutex              mutex; // all below, and the slots' fields but for the states
@@ -228,7 +199,7 @@ private:
     std::unordered_map<uintptr_t, std::unique_ptr<ggml_moe_cache_layer>> layers;
     std::vector<std::unique_ptr<ggml_moe_cache_pool>> pools;
     uint64_t                budget = 0;
-    size_t                  index  = 0; // of the layer that runs
+    size_t                  running = 0; // index of the layer
     std::vector<std::thread> readers;
 
     void read(bool watches);
@@ -243,10 +214,7 @@ private:
     void share_budget();
     void trim(ggml_moe_cache_pool & pool);
     void evict(ggml_moe_cache_slot & slot);
-    void touch(ggml_moe_cache_layer & layer, const ggml_moe_ids & ids);
     void set_ahead(ggml_moe_cache_slot & slot, bool ahead);
-    float due(const ggml_moe_cache_layer & layer) const;
-    float counts(const ggml_moe_cache_layer & layer, int32_t expert) const;
     size_t acquire(ggml_moe_cache_pool & pool, size_t n, std::vector<ggml_moe_cache_slot *> & found);
     void place(ggml_moe_cache_layer & layer, int32_t expert, ggml_moe_cache_slot & slot);
 };

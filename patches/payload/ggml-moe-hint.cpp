@@ -282,13 +282,20 @@ void ggml_moe_queue_drop(ggml_moe_prefetch_state & state) {
     state.queue.clear();
 }
 
-void ggml_moe_release(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices) {
+bool ggml_moe_drop(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const std::vector<ggml_moe_range> & slices) {
     std::shared_lock<std::shared_mutex> lock(state.mutex);
-    for (const ggml_tensor * weights : matrices) {
-        const ggml_moe_range range = ggml_moe_range_inner(ggml_moe_tensor_range(weights), os.page_size);
-        const int result = ggml_moe_find_mapping(state, range) ? os.advise_cold(range.begin, range.size()) : 0;
-        if (result != -ENOSYS) { // a kindness that not every system knows
-            state.check(result, "madvise(MADV_COLD)");
+    for (const ggml_moe_range & slice : slices) {
+        const ggml_moe_range range = ggml_moe_range_inner(slice, os.page_size); // neighbours share the rest
+        const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range);
+        if (mapping == nullptr || mapping->file->error != 0) {
+            continue; // gone meanwhile, or a file that is in memory anyway
         }
+        const int result = os.page_drop(mapping->file->handle, range.begin, range.size(), range.begin - mapping->whole.begin);
+        if (result == -ENOSYS) {
+            return false;
+        }
+        state.check(result, "posix_fadvise(POSIX_FADV_DONTNEED)");
+        state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_DROPPED, result == 0 ? range.size() : 0);
     }
+    return true;
 }

@@ -155,16 +155,6 @@ static int ggml_moe_os_advise_normal(uintptr_t addr, size_t size) {
     return ggml_moe_os_advise(addr, size, MADV_NORMAL);
 }
 
-static int ggml_moe_os_advise_cold(uintptr_t addr, size_t size) {
-#if defined(MADV_COLD)
-    return ggml_moe_os_advise(addr, size, MADV_COLD);
-#else
-    (void) addr;
-    (void) size;
-    return -ENOSYS;
-#endif
-}
-
 static int ggml_moe_os_lock(uintptr_t addr, size_t size) {
     return mlock((const void *) addr, size) == 0 ? 0 : -errno;
 }
@@ -246,6 +236,23 @@ static void ggml_moe_os_direct_close(intptr_t file) {
     close((int) file);
 }
 
+// The kernel drops no page that is mapped, and takes long to find out where it is.
+static int ggml_moe_os_page_drop(intptr_t file, uintptr_t addr, size_t size, uint64_t offset) {
+#if defined(__linux__)
+    if (size == 0) {
+        return 0; // it would mean the rest of the file
+    }
+    const int result = ggml_moe_os_advise(addr, size, MADV_DONTNEED);
+    return result != 0 ? result : -posix_fadvise((int) file, (off_t) offset, (off_t) size, POSIX_FADV_DONTNEED);
+#else
+    (void) file;
+    (void) addr;
+    (void) size;
+    (void) offset;
+    return -ENOSYS;
+#endif
+}
+
 static void * ggml_moe_os_memory_reserve(size_t size) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS;
 #if defined(MAP_NORESERVE)
@@ -302,6 +309,10 @@ static int64_t ggml_moe_os_direct_read(intptr_t, void *, size_t, uint64_t) {
 }
 
 static void ggml_moe_os_direct_close(intptr_t) {
+}
+
+static int ggml_moe_os_page_drop(intptr_t, uintptr_t, size_t, uint64_t) {
+    return -ENOSYS;
 }
 
 static void * ggml_moe_os_memory_reserve(size_t) {
@@ -447,7 +458,6 @@ const ggml_moe_os * ggml_moe_os_native(void) {
         /*.advise_willneed  =*/ ggml_moe_os_advise_willneed,
         /*.advise_random    =*/ ggml_moe_os_advise_random,
         /*.advise_normal    =*/ ggml_moe_os_advise_normal,
-        /*.advise_cold      =*/ ggml_moe_os_advise_cold,
         /*.resident         =*/ ggml_moe_os_resident,
         /*.lock             =*/ ggml_moe_os_lock,
         /*.unlock           =*/ ggml_moe_os_unlock,
@@ -456,7 +466,6 @@ const ggml_moe_os * ggml_moe_os_native(void) {
         /*.advise_willneed  =*/ ggml_moe_os_advise_none,
         /*.advise_random    =*/ ggml_moe_os_advise_none,
         /*.advise_normal    =*/ ggml_moe_os_advise_none,
-        /*.advise_cold      =*/ ggml_moe_os_advise_none,
         /*.resident         =*/ ggml_moe_os_resident,
         /*.lock             =*/ ggml_moe_os_advise_none,
         /*.unlock           =*/ ggml_moe_os_advise_none,
@@ -467,6 +476,7 @@ const ggml_moe_os * ggml_moe_os_native(void) {
         /*.direct_open      =*/ ggml_moe_os_direct_open,
         /*.direct_read      =*/ ggml_moe_os_direct_read,
         /*.direct_close     =*/ ggml_moe_os_direct_close,
+        /*.page_drop        =*/ ggml_moe_os_page_drop,
         /*.memory_reserve   =*/ ggml_moe_os_memory_reserve,
         /*.memory_discard   =*/ ggml_moe_os_memory_discard,
         /*.memory_free      =*/ ggml_moe_os_memory_free,

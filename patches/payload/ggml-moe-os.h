@@ -12,7 +12,6 @@ struct ggml_moe_os {
     int (*advise_willneed)(uintptr_t addr, size_t size); // start reading, do not wait
     int (*advise_random)  (uintptr_t addr, size_t size); // a fault reads its own page only
     int (*advise_normal)  (uintptr_t addr, size_t size);
-    int (*advise_cold)    (uintptr_t addr, size_t size); // first to go when memory is short
     int (*resident)       (uintptr_t addr, size_t size, uint8_t * pages); // bit 0 of pages[i]: page i is in memory
     int (*lock)           (uintptr_t addr, size_t size); // keep in memory until unmapped or unlocked
     int (*unlock)         (uintptr_t addr, size_t size);
@@ -26,6 +25,9 @@ struct ggml_moe_os {
     int     (*direct_open) (int fd, intptr_t * file);
     int64_t (*direct_read) (intptr_t file, void * data, size_t size, uint64_t offset); // bytes, fewer only at the end of the file
     void    (*direct_close)(intptr_t file);
+
+    // the page cache's copy of a mapped range may go, now or first of all; its next use reads the file again
+    int (*page_drop)(intptr_t file, uintptr_t addr, size_t size, uint64_t offset);
 
     // memory of the process's own; it counts only once it is touched; NULL: none to be had
     void * (*memory_reserve)(size_t size);

@@ -1,3 +1,4 @@
+#include "ggml-moe-budget.h"
 #include "ggml-moe-hint.h"
 #include "ggml-moe-state.h"
 
@@ -25,8 +26,6 @@ struct ggml_moe_thread {
     int                    i           = -1;
     ggml_moe_layer_stats * layer       = nullptr; // announced last
     uint64_t               announced   = 0;
-    ggml_moe_matrices      experts;               // announced last
-    bool                   wide        = false;
     uint64_t               n_faults    = 0;       // of this thread, when it was last asked
     ggml_moe_plan          plan;
 
@@ -123,94 +122,6 @@ static ggml_moe_group ggml_moe_plan_begin(ggml_moe_prefetch_state & state, ggml_
 // cache
 //
 
-// How much the system keeps for itself is not known: too little was left when always used weights are read again and
-// again. Once is somebody else's doing. True: the budget is to be smaller by one more step
-static bool ggml_moe_cache_give_way(ggml_moe_prefetch_state & state, uint64_t now, uint64_t tolerated) {
-    const uint64_t window     = 500*1000*1000; // nanoseconds
-    const uint32_t n_patience = 600;           // windows until a step is taken back
-
-    ggml_moe_pushed_out & pushed_out = state.pushed_out;
-    if (!state.cache_needed || state.cache_filling) {
-        pushed_out.absent = 0;
-        pushed_out.begin  = now;
-        return false;
-    }
-    if (now < pushed_out.begin + window) {
-        return false;
-    }
-    const bool some = pushed_out.absent.exchange(0) > tolerated;
-    pushed_out.begin  = now;
-    pushed_out.n_lost = some ? pushed_out.n_lost + 1 : 0;
-    pushed_out.n_kept = some ? 0 : pushed_out.n_kept + 1;
-    if (pushed_out.n_lost == 2) {
-        pushed_out.n_lost = 0;
-        pushed_out.n_steps++;
-        return true;
-    }
-    if (pushed_out.n_kept == n_patience) {
-        pushed_out.n_kept   = 0;
-        pushed_out.n_steps -= pushed_out.n_steps > 0;
-    }
-    return false;
-}
-
-// All memory that nobody else needs: not the process, not its always used weights, and a margin for what is to come.
-static void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_moe_os & os) {
-    // while it fills, others may be taking memory too
-    const uint64_t now  = ggml_moe_now_ns();
-    const uint64_t last = state.budget_ns;
-    if (last != 0 && now - last < (state.cache_filling ? 10 : 100)*1000*1000) {
-        return;
-    }
-    state.budget_ns = now;
-
-    // it takes the kernel some time to tell, and graphs go on meanwhile
-    const uint64_t free      = os.memory_spare();
-    const uint64_t available = os.memory_available();
-
-    std::unique_lock<std::shared_mutex> lock(state.mutex);
-    if (!state.cache) {
-        return;
-    }
-    uint64_t budget = state.params.cache_bytes;
-    bool     lost   = false;
-    if (budget == 0) {
-        const uint64_t spare = free + state.cache->bytes_filled();
-        uint64_t bytes_always = 0;
-        for (const auto & range : state.always) {
-            bytes_always += range.second;
-        }
-        // what is locked is not free
-        bytes_always -= std::min<uint64_t>(bytes_always, state.counters.values[GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED]);
-        // a library or a device's driver takes memory at its first use, faster than it is looked at here; always used
-        // weights can give way for a moment, but with those on a device nothing can
-        const uint64_t margin = std::max<uint64_t>(64*1024*1024, spare/32);
-        budget = spare - std::min(spare, bytes_always + (bytes_always < margin ? margin : margin/2));
-
-        lost = ggml_moe_cache_give_way(state, now, margin/8);
-        budget -= std::min(budget, std::min(state.pushed_out.n_steps*margin/2, spare/4));
-    }
-    budget -= std::min<uint64_t>(budget, state.copy_bytes); // which the page cache holds until it is copied
-
-    // layers become known graph by graph when others run elsewhere: the files tell at once that not all can stay
-    uint64_t n_mapped = 0;
-    for (const ggml_moe_mapping & mapping : state.mappings) {
-        n_mapped += mapping.range.size();
-    }
-    state.cache_needed = state.cache_needed || budget < state.cache->bytes_full() ||
-        (state.params.cache_bytes == 0 && available != 0 && n_mapped > available);
-
-    auto & counter = state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET];
-    const uint64_t before = counter;
-    const uint64_t change = budget > before ? budget - before : before - budget;
-    if (change > before/64 || lost) { // smaller changes are noise
-        counter = budget;
-        state.cache->set_budget(budget);
-    }
-    const uint64_t most = std::min<uint64_t>(counter, state.cache->bytes_full());
-    state.cache_filling = state.cache_needed && state.params.cache_bytes == 0 && state.cache->bytes_filled() < most - most/32;
-}
-
 static int ggml_moe_cache_parts(const ggml_moe_prefetch_state & state, const ggml_moe_group & group, std::vector<ggml_moe_cache_part> & parts) {
     for (const ggml_tensor * node : group.nodes) {
         const ggml_tensor *  weights = node->src[0];
@@ -300,18 +211,59 @@ static void ggml_moe_cache_learn(ggml_moe_prefetch_state & state, const ggml_moe
         }
     }
 
-    const auto ranges = ggml_moe_always_used(cgraph, 0, cgraph->n_nodes);
-    std::unique_lock<std::shared_mutex> lock(state.mutex);
-    for (const ggml_moe_range & range : ranges) {
-        if (ggml_moe_find_mapping(state, range)) {
-            state.always[range.begin] = range.size();
-        }
-    }
+    ggml_moe_always_learn(state, cgraph);
 }
 
 static std::shared_ptr<ggml_moe_cache> ggml_moe_cache_of(ggml_moe_prefetch_state & state) {
     std::shared_lock<std::shared_mutex> lock(state.mutex);
     return state.cache_needed ? state.cache : nullptr;
+}
+
+//
+// page cache
+//
+
+// hint, overlap: experts have been asked for; while the disk reads, others go that are worth less
+static void ggml_moe_pages_select(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph,
+        const ggml_moe_matrices & matrices, const ggml_moe_ids & ids, bool prompt) {
+    std::shared_ptr<ggml_moe_pages>  pages;
+    std::vector<ggml_moe_pages_part> parts;
+    const int64_t n_expert = matrices[0]->ne[2];
+    {
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+        pages = state.pages;
+    }
+    if (!pages) {
+        std::unique_lock<std::shared_mutex> lock(state.mutex);
+        const int mode = state.mode.load(); // it may have been switched since the node hook looked
+        if (mode != GGML_MOE_PREFETCH_MODE_HINT && mode != GGML_MOE_PREFETCH_MODE_OVERLAP) {
+            return;
+        }
+        if (!state.pages) {
+            state.pages = std::make_shared<ggml_moe_pages>((float) state.params.half_life);
+        }
+        pages = state.pages;
+    }
+    ggml_moe_pages_follow(state, os, *pages);
+    if (pages->budget == UINT64_MAX) {
+        return;
+    }
+    {
+        std::shared_lock<std::shared_mutex> lock(state.mutex);
+        for (const ggml_tensor * weights : matrices) {
+            if (weights->ne[2] == n_expert && ggml_moe_find_mapping(state, ggml_moe_tensor_range(weights))) {
+                parts.push_back({ (uintptr_t) weights->data, weights->nb[2] });
+            }
+        }
+    }
+    std::vector<ggml_moe_range> dropped;
+    if (!parts.empty() && pages->select(std::move(parts), n_expert, ids, prompt, dropped)) {
+        ggml_moe_always_learn(state, cgraph);
+    }
+    if (!ggml_moe_drop(state, os, dropped)) {
+        pages->unable = true;
+        pages->budget = UINT64_MAX;
+    }
 }
 
 //
@@ -348,7 +300,6 @@ static void ggml_moe_graph_begin(ggml_moe_prefetch_state & state, const ggml_moe
         const ggml_cgraph * cgraph, int mode) {
     ggml_moe_layer_end(thread);
     ggml_moe_plan_end(thread.plan);
-    thread.wide = false;
 
     if (mode < GGML_MOE_PREFETCH_MODE_HINT) {
         return;
@@ -482,6 +433,9 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
             ggml_moe_saw(state, n_hinted);
         }
     }
+    if (mode != GGML_MOE_PREFETCH_MODE_CACHE) {
+        ggml_moe_pages_select(state, os, cgraph, group.weights(), ids, ids.rows.size() >= GGML_MOE_N_PROMPT);
+    }
     if (!others.nodes.empty()) {
         stats.bytes += ggml_moe_hint_experts(state, os, others.weights(), ids.distinct);
     }
@@ -489,7 +443,7 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     if (mode >= GGML_MOE_PREFETCH_MODE_OVERLAP) {
         const int next = ggml_moe_group_next(cgraph, i + 1);
         const size_t n_absent = all_resident ? 0 : ggml_moe_hint_always(state, os, cgraph, i, next);
-        if (layer != nullptr && rest.empty() && ids.rows.size() < GGML_MOE_CACHE_N_PROMPT) {
+        if (layer != nullptr && rest.empty() && ids.rows.size() < GGML_MOE_N_PROMPT) {
             state.pushed_out.absent += n_absent; // by decode; a prompt is read through the page cache where it needs more
         }
 
@@ -502,18 +456,12 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
             } else if (wide && !all_resident) {
                 ggml_moe_hint_random(state, os, after.weights());
                 ggml_moe_queue_push(state, os, after.weights(), ggml_moe_all_experts(after.n_expert()));
-            } else if (layer_after != nullptr && ids.rows.size() < GGML_MOE_CACHE_N_PROMPT && cgraph == &thread.whole) {
+            } else if (layer_after != nullptr && ids.rows.size() < GGML_MOE_N_PROMPT && cgraph == &thread.whole) {
                 // within a schedule only, whose end waits for guesses: they read weights of the model
                 ggml_moe_foresee(state, *cache, group, after);
             }
         }
-        // experts of a wide batch are read once for many tokens: what decode uses should outlive them
-        if (wide && thread.wide && layer == nullptr && !all_resident) {
-            ggml_moe_release(state, os, thread.experts);
-        }
-        thread.wide = wide;
     }
-    thread.experts = group.weights();
     stats.hint_ns += ggml_moe_now_ns() - thread.announced;
 }
 
@@ -650,6 +598,7 @@ static void ggml_moe_copy(const ggml_tensor * weights, const ggml_tensor * ids_t
         host.data = (void *) data;
         ggml_moe_ids_read(&host, weights->ne[2], ids);
     } else {
+        ids = {};
         ids.distinct = ggml_moe_all_experts(weights->ne[2]);
     }
 
@@ -677,9 +626,13 @@ static void ggml_moe_copy(const ggml_tensor * weights, const ggml_tensor * ids_t
             }
             thread.n_queued = j + 1;
         }
-        if (wide && k > 0) {
-            ggml_moe_release(state, os, { copies[k - 1].weights });
+    }
+    if (mode != GGML_MOE_PREFETCH_MODE_CACHE && k < copies.size() && (k == 0 || copies[k - 1].ids != copies[k].ids)) {
+        ggml_moe_matrices group;
+        for (size_t j = k; j < copies.size() && copies[j].ids == copies[k].ids; j++) {
+            group.push_back(copies[j].weights);
         }
+        ggml_moe_pages_select(state, os, &thread.whole, group, ids, true); // the scheduler copies for a prompt
     }
     const uint64_t ns = ggml_moe_now_ns() - start;
     stats.hint_ns += ns;
@@ -794,6 +747,9 @@ static void ggml_moe_forget_layers(ggml_moe_prefetch_state & state, ggml_moe_ran
     ggml_moe_forget(state.routers,     cut, [](const auto & entry) { return entry.first; });
     ggml_moe_forget(state.always,      cut, [](const auto & entry) { return entry.first; });
     ggml_moe_forget(state.uncached,    cut, [](uintptr_t begin)    { return begin; });
+    if (state.pages) {
+        state.pages->forget(cut);
+    }
     state.n_layers = state.layer_index.size();
 }
 

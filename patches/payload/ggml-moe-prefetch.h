@@ -40,7 +40,8 @@ enum ggml_moe_prefetch_counter {
     GGML_MOE_PREFETCH_COUNTER_BYTES_RESIDENT,   // bytes of considered slices that were already in memory
     GGML_MOE_PREFETCH_COUNTER_BYTES_ALWAYS,     // bytes of always used weights among the hinted ones
     GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED,     // bytes of always used weights that are locked in memory
-    GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET,     // cache: bytes it may hold
+    GGML_MOE_PREFETCH_COUNTER_BYTES_DROPPED,    // hint, overlap: bytes of experts that the page cache let go on request
+    GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET,     // bytes of experts that the cache, or in hint and overlap the page cache, may hold; 0: all
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_RESIDENT, // cache: selected experts that were in memory
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_MISSED,   // cache: selected experts that were not
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_AHEAD,    // cache: experts read before their selection was known
@@ -72,10 +73,10 @@ struct ggml_moe_prefetch_params {
     size_t   size;        // of this struct
     int32_t  mode;        // enum ggml_moe_prefetch_mode [MOE_MADV_MODE, by name]
     int32_t  load;        // read of the whole file at load: 1 yes, 0 no, -1 if it fits in memory [MOE_MADV_LOAD, on/off/auto]
-    uint64_t cache_bytes; // cache: memory for experts; 0: all that is free, followed as it changes [MOE_MADV_CACHE_MIB]
+    uint64_t cache_bytes; // hint and up: memory for experts; 0: all that is free, followed as it changes [MOE_MADV_CACHE_MIB]
     uint64_t lock_bytes;  // overlap, cache: always used weights to lock in memory at most [MOE_MADV_LOCK_MIB]
     int32_t  n_readers;   // cache: threads that read; 0: 2 to 4, by the cores [MOE_MADV_READERS]
-    int32_t  half_life;   // cache: passes after which a selection counts half [MOE_MADV_HALF_LIFE]
+    int32_t  half_life;   // hint and up: passes after which a selection counts half [MOE_MADV_HALF_LIFE]
     int32_t  foresee;     // cache: experts of the next layer by its router's early word: 1 yes, 0 no [MOE_MADV_FORESEE, on/off]
     int32_t  wide;        // overlap, cache: a batch that selects this share of the experts reads the next layer whole, percent [MOE_MADV_WIDE]
 };

@@ -43,6 +43,7 @@ static const char * const GGML_MOE_PREFETCH_COUNTER_NAME[] = {
     "bytes_resident",
     "bytes_always",
     "bytes_locked",
+    "bytes_dropped",
     "cache_budget",
     "experts_resident",
     "experts_missed",
@@ -298,6 +299,7 @@ static bool ggml_moe_params_change(const std::function<void(ggml_moe_prefetch_pa
                 state.pushed_out.reset();
                 state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = 0;
             }
+            state.pages.reset();
             state.budget_ns    = 0;
             state.n_clean      = 0;
             state.lock_refused = false;

@@ -5,6 +5,7 @@
 #include "ggml-moe-cache.h"
 #include "ggml-moe-graph.h"
 #include "ggml-moe-os.h"
+#include "ggml-moe-pages.h"
 #include "ggml-moe-prefetch.h"
 #include "ggml-moe-router.h"
 
@@ -84,6 +85,7 @@ struct ggml_moe_prefetch_state {
     std::shared_ptr<ggml_moe_cache>           cache;
     std::unordered_set<uintptr_t>             uncached;    // layers that the cache cannot serve, by the begin of the first matrix
     std::unordered_map<uintptr_t, std::shared_ptr<const ggml_moe_router>> routers; // by the begin of the first matrix; NULL: of no known kind
+    std::shared_ptr<ggml_moe_pages>           pages;       // hint, overlap
     std::atomic<uint64_t>                     copy_bytes{0};        // experts that a graph under way copies to a device, of two layers
     bool                                      cache_needed = false; // whether there is less memory than experts
     std::atomic<uint64_t>                     budget_ns{0};         // when the budget was looked at

@@ -94,7 +94,6 @@ inline ggml_moe_os t_os() {
     os.advise_willneed  = [](uintptr_t, size_t) { return 0; };
     os.advise_random    = [](uintptr_t, size_t) { return 0; };
     os.advise_normal    = [](uintptr_t, size_t) { return 0; };
-    os.advise_cold      = [](uintptr_t, size_t) { return 0; };
     os.resident         = [](uintptr_t, size_t size, uint8_t * pages) { memset(pages, 0, size/4096); return 0; };
     os.lock             = [](uintptr_t, size_t) { return 0; };
     os.unlock           = [](uintptr_t, size_t) { return 0; };
@@ -104,6 +103,7 @@ inline ggml_moe_os t_os() {
     os.direct_open      = [](int, intptr_t *) { return -EINVAL; };
     os.direct_read      = [](intptr_t, void *, size_t, uint64_t) { return (int64_t) -EINVAL; };
     os.direct_close     = [](intptr_t) {};
+    os.page_drop        = [](intptr_t, uintptr_t, size_t, uint64_t) { return 0; };
     os.memory_reserve   = [](size_t) { return (void *) nullptr; };
     os.memory_discard   = [](void *, size_t) { return 0; };
     os.memory_free      = [](void *, size_t) {};

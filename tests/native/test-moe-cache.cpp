@@ -32,7 +32,7 @@ static std::atomic<int>      n_reads{0};
 static std::atomic<bool>     known{true};    // whether the system tells what is in memory
 static std::atomic<int64_t>  n_reserved{0};
 static std::atomic<uintptr_t> resident_end{0}; // what is mapped below is in memory
-static std::atomic<int64_t>  n_cold{0};
+static std::atomic<int64_t>  n_dropped{0};
 static std::mutex            pins_mutex;
 static std::vector<int>      pins;           // CPUs that readers were given
 
@@ -266,12 +266,12 @@ static void test_copy() {
 
     // gate of experts 0 and 1 and all but the last page of expert 2's; up and down lie behind
     resident_end = MAP[0] + (160 + 3*SLICE)/PAGE*PAGE;
-    n_cold = 0;
+    n_dropped = 0;
     CHECK_EQ(model.run(), 0u);
     CHECK_EQ(t_counter("bytes_copied"), 2*SLICE);
     CHECK_EQ(t_counter("reads"), 4u);
     CHECK_EQ(t_counter("reads_in_time") + t_counter("reads_late"), 6u);
-    CHECK_EQ(n_cold, 2*2*PAGE); // whole pages of the slice, which starts 160 and 256 bytes into one
+    CHECK_EQ(n_dropped, 2*2*PAGE); // whole pages of the slice, which starts 160 and 256 bytes into one
     model.ids[0][0] = 2;
     CHECK_EQ(model.run(), 0u);
     CHECK_EQ(t_counter("bytes_copied"), 2*SLICE);
@@ -911,7 +911,7 @@ int main() {
     os.direct_open      = fake_open;
     os.direct_read      = fake_read;
     os.direct_close     = [](intptr_t) { n_open--; };
-    os.advise_cold      = [](uintptr_t, size_t size) { n_cold += (int64_t) size; return 0; };
+    os.page_drop        = [](intptr_t, uintptr_t, size_t size, uint64_t) { n_dropped += (int64_t) size; return 0; };
     os.resident_known   = [](int) { return (bool) known; };
     os.resident         = [](uintptr_t addr, size_t size, uint8_t * pages) {
         for (size_t p = 0; p < size/PAGE; p++) {

@@ -16,7 +16,7 @@ static const size_t    SLICE    = 2*PAGE + 64; // anywhere in a page
 static const size_t    DENSE    = 3*PAGE;
 static const int       N_LAYERS = 2;
 
-enum t_call { WILLNEED, RANDOM, NORMAL, COLD, LOCK, UNLOCK, RESIDENT, FILE_NORMAL, OPEN, READ, RESERVE, DISCARD, N_CALLS };
+enum t_call { WILLNEED, RANDOM, NORMAL, DROP, LOCK, UNLOCK, RESIDENT, FILE_NORMAL, OPEN, READ, RESERVE, DISCARD, N_CALLS };
 
 static std::atomic<int>      refused{-1}; // a t_call
 static std::atomic<int>      why{0};
@@ -206,11 +206,11 @@ static void test_advice(int error) {
     CHECK(n_bytes[0] > 0);
     CHECK_EQ(n_bytes[0], n_bytes[1]);
 
-    // cold: of a wide batch, the layer before
-    reset(GGML_MOE_PREFETCH_MODE_OVERLAP, COLD, error);
+    // drop: 16 experts of 3*(2*4096 + 64) bytes against 8*3*4*4096 of memory are 15.87 that fit
+    reset(GGML_MOE_PREFETCH_MODE_OVERLAP, DROP, error, N_EXPERT);
     t_model wide(N_EXPERT);
     wide.run();
-    CHECK_EQ(n_calls[COLD], 3u);
+    CHECK_EQ(n_calls[DROP], 3u);
     check_errors(3);
 
     // the advice of the open file: the mapping is known all the same
@@ -323,7 +323,7 @@ int main() {
     os.advise_willneed  = fake_willneed;
     os.advise_random    = [](uintptr_t, size_t) { return result_of(RANDOM); };
     os.advise_normal    = [](uintptr_t, size_t) { return result_of(NORMAL); };
-    os.advise_cold      = [](uintptr_t, size_t) { return result_of(COLD); };
+    os.page_drop        = [](intptr_t, uintptr_t, size_t, uint64_t) { return result_of(DROP); };
     os.lock             = [](uintptr_t, size_t) { return result_of(LOCK); };
     os.unlock           = [](uintptr_t, size_t) { return result_of(UNLOCK); };
     os.file_normal      = [](int) { return result_of(FILE_NORMAL); };

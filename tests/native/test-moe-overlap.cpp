@@ -18,7 +18,7 @@ static const size_t    SLICE    = 2*PAGE;
 static const size_t    DENSE    = 5*PAGE;
 
 struct t_request {
-    char      what; // w: willneed, c: cold, l: lock, u: unlock
+    char      what; // w: willneed, l: lock, u: unlock
     uintptr_t addr;
     size_t    size;
 
@@ -116,10 +116,9 @@ static void test_decode() {
     requests.clear();
     model.g.run(4);
     CHECK_EQ(only('w', model.begin(2)).size(), 2u);
-    CHECK(only('c').empty());
 }
 
-// a wide batch: the next layer whole, without holding up the caller, and the layer before is the first to go
+// a wide batch: the next layer whole, without holding up the caller
 static void test_wide() {
     reset();
     t_model model(5); // 5 of 8 experts, more than 60 %
@@ -130,11 +129,6 @@ static void test_wide() {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
     }
     CHECK_EQ(only('w', model.begin(1), model.begin(1) + N_EXPERT*SLICE).size(), (size_t) N_EXPERT);
-    CHECK(only('c').empty());
-    for (int i = 2; i < 4; i++) {
-        ggml_moe_prefetch_node(&model.g.cgraph, i);
-    }
-    CHECK(only('c') == std::vector<t_request>({{ 'c', model.begin(0), N_EXPERT*SLICE }}));
 
     // not when the layer would push out what is in use
     reset();
@@ -259,7 +253,6 @@ static void test_fork() {
 int main() {
     static ggml_moe_os os = t_os();
     os.advise_willneed  = [](uintptr_t addr, size_t size) { return record('w', addr, size); };
-    os.advise_cold      = [](uintptr_t addr, size_t size) { return record('c', addr, size); };
     os.lock             = [](uintptr_t addr, size_t size) { return record('l', addr, size, result_lock); };
     os.unlock           = [](uintptr_t addr, size_t size) { return record('u', addr, size); };
     os.resident         = [](uintptr_t, size_t size, uint8_t * pages) {

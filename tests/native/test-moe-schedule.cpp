@@ -3,6 +3,7 @@
 
 #include "helpers.h"
 
+#include <algorithm>
 #include <chrono>
 #include <mutex>
 #include <thread>
@@ -17,7 +18,7 @@ static ggml_backend_buffer * DEVICE = (ggml_backend_buffer *) 1; // the stand-in
 
 static std::mutex                                 mutex;
 static std::vector<std::pair<uintptr_t, size_t>>  asked;
-static std::vector<std::pair<uintptr_t, size_t>>  cold;
+static std::vector<std::pair<uintptr_t, size_t>>  dropped;
 
 using ranges = std::vector<std::pair<uintptr_t, size_t>>;
 
@@ -39,7 +40,7 @@ static void reset(enum ggml_moe_prefetch_mode mode) {
     ggml_moe_prefetch_map_add((const void *) BASE, (size_t) 1 << 30, -1);
     ggml_moe_prefetch_counter_reset();
     asked.clear();
-    cold.clear();
+    dropped.clear();
 }
 
 static ggml_cgraph view(const t_graph & g, int i0, int i1) {
@@ -178,12 +179,10 @@ static void test_copies() {
     CHECK_EQ(m.wait_for(1, 4), 4u);
     CHECK(m.of(1) == slices(BASE + N_EXPERT*SLICE, { 0, 2, 3, 6 }));
     CHECK(m.of(2).empty());
-    CHECK(cold.empty());
     m.copy(1);
-    CHECK(cold.empty());
     ggml_moe_prefetch_graph_end();
 
-    // with the threshold at half of them: the next layer whole, and what has been copied is the first to go
+    // with the threshold at half of them: the next layer whole
     ggml_moe_prefetch_params params;
     CHECK(ggml_moe_prefetch_get_params(&params, sizeof(params)));
     params.wide = 50;
@@ -193,9 +192,27 @@ static void test_copies() {
     m.copy(0);
     CHECK_EQ(m.wait_for(2, N_EXPERT), (size_t) N_EXPERT);
     CHECK_EQ(m.wait_for(3, N_EXPERT), (size_t) N_EXPERT);
-    m.copy(1);
-    CHECK((cold == ranges{{ BASE, N_EXPERT*SLICE }}));
     ggml_moe_prefetch_graph_end();
+
+    // with memory for the experts of one layer: those of the layer before go, of both matrices
+    ggml_moe_prefetch_default_params(&params, sizeof(params));
+    params.mode        = GGML_MOE_PREFETCH_MODE_HINT;
+    params.cache_bytes = 4*2*SLICE;
+    reset(GGML_MOE_PREFETCH_MODE_HINT);
+    CHECK(ggml_moe_prefetch_set_params(&params));
+    m.begin();
+    m.copy(0);
+    m.copy(1);
+    CHECK(dropped.empty());
+    m.copy(2);
+    ranges both = slices(BASE, { 0, 2, 3, 6 });
+    const ranges second = slices(BASE + N_EXPERT*SLICE, { 0, 2, 3, 6 });
+    both.insert(both.end(), second.begin(), second.end());
+    std::sort(dropped.begin(), dropped.end());
+    CHECK(dropped == both);
+    ggml_moe_prefetch_graph_end();
+    params.cache_bytes = 0;
+    CHECK(ggml_moe_prefetch_set_params(&params));
 
     // whole matrices, as old versions copy them
     reset(GGML_MOE_PREFETCH_MODE_HINT);
@@ -223,9 +240,9 @@ int main() {
         asked.push_back({ addr, size });
         return 0;
     };
-    os.advise_cold = [](uintptr_t addr, size_t size) {
-        std::lock_guard<std::mutex> lock(mutex);
-        cold.push_back({ addr, size });
+    os.direct_open = [](int, intptr_t * file) { *file = 7; return 0; };
+    os.page_drop   = [](intptr_t, uintptr_t addr, size_t size, uint64_t) {
+        dropped.push_back({ addr, size });
         return 0;
     };
     ggml_moe_prefetch_set_os(&os);

@@ -22,10 +22,12 @@ int main() {
     os.advise_willneed  = fake_advise;
     os.advise_random    = fake_advise;
     os.advise_normal    = fake_advise;
-    os.advise_cold      = fake_advise;
+    os.page_drop        = [](intptr_t, uintptr_t addr, size_t size, uint64_t) { return fake_advise(addr, size); };
+    os.direct_open      = [](int, intptr_t * file) { *file = 0; return 0; };
     os.lock             = fake_advise;
     os.unlock           = fake_advise;
     os.memory_available = [] { return (uint64_t) 1 << 40; };
+    os.memory_spare     = [] { return (uint64_t) 32*1024*1024 + 1000; }; // next to nothing for experts: they are dropped at once
     ggml_moe_prefetch_set_os(&os);
 
     std::atomic<bool>        stop{false};

@@ -1,0 +1,52 @@
+#pragma once
+
+// hint, overlap: the page cache, with the policy of the cache.
+//
+// Left alone the kernel drops expert pages in the order they were read, since it does not look at the use of what is
+// advised random (mm/rmap.c, invalid_folio_referenced_vma), and it does so a few pages at a time in the thread that asks
+// for the next. So experts that were asked for are counted as held, and beyond a budget those worth least are dropped
+// whole, while the disk reads what was asked for. The kernel may have dropped some before: that costs nothing.
+
+#include "ggml-moe-policy.h"
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+struct ggml_moe_pages_part {
+    uintptr_t begin; // of the first expert in the mapping
+    size_t    slice; // bytes of one expert
+
+    bool operator==(const ggml_moe_pages_part & other) const { return begin == other.begin && slice == other.slice; }
+};
+
+struct ggml_moe_pages_layer {
+    std::vector<ggml_moe_pages_part> parts;
+    std::vector<bool>                held; // [n_expert]
+    ggml_moe_uses                    uses;
+
+    size_t expert_bytes() const;
+};
+
+struct ggml_moe_pages {
+    std::atomic<uint64_t> budget{UINT64_MAX}; // bytes of experts; UINT64_MAX: all may stay, nothing is counted
+    std::atomic<uint64_t> budget_ns{0};       // when it was looked at
+    std::atomic<bool>     unable{false};      // the system drops no pages on request
+
+    explicit ggml_moe_pages(float half_life) : policy(half_life) {}
+
+    // a layer's experts have been asked for; adds the slices to drop for them, returns whether the layer is a new one
+    bool select(std::vector<ggml_moe_pages_part> parts, int64_t n_expert, const ggml_moe_ids & ids, bool prompt,
+        std::vector<ggml_moe_range> & dropped);
+
+    void forget(ggml_moe_range range); // layers with a part in it
+
+private:
+    const ggml_moe_policy policy;
+
+    std::mutex                        mutex;  // all below
+    std::vector<ggml_moe_pages_layer> layers; // in the order they run
+    uint64_t                          n_bytes = 0; // of experts held
+};
