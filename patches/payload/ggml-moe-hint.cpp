@@ -291,11 +291,11 @@ bool ggml_moe_drop(ggml_moe_prefetch_state & state, const ggml_moe_os & os, cons
             continue; // gone meanwhile, or a file that is in memory anyway
         }
         const int result = os.page_drop(mapping->file->handle, range.begin, range.size(), range.begin - mapping->whole.begin);
-        if (result == -ENOSYS) {
+        if (result != 0) {
+            state.check(result == -ENOSYS ? 0 : result, "dropping pages");
             return false;
         }
-        state.check(result, "posix_fadvise(POSIX_FADV_DONTNEED)");
-        state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_DROPPED, result == 0 ? range.size() : 0);
+        state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_DROPPED, range.size());
     }
     return true;
 }

@@ -236,7 +236,7 @@ static void ggml_moe_os_direct_close(intptr_t file) {
     close((int) file);
 }
 
-// The kernel drops no page that is mapped, and takes long to find out where it is.
+// The kernel drops no page that is mapped. Nothing is lost: the loader maps files to be read only.
 static int ggml_moe_os_page_drop(intptr_t file, uintptr_t addr, size_t size, uint64_t offset) {
 #if defined(__linux__)
     if (size == 0) {

@@ -33,7 +33,7 @@ struct ggml_moe_pages_layer {
 struct ggml_moe_pages {
     std::atomic<uint64_t> budget{UINT64_MAX}; // bytes of experts; UINT64_MAX: all may stay, nothing is counted
     std::atomic<uint64_t> budget_ns{0};       // when it was looked at
-    std::atomic<bool>     unable{false};      // the system drops no pages on request
+    std::atomic<bool>     unable{false};      // the system does not drop them
 
     explicit ggml_moe_pages(float half_life) : policy(half_life) {}
 

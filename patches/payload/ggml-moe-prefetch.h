@@ -22,7 +22,7 @@ struct ggml_cgraph;
 enum ggml_moe_prefetch_mode {
     GGML_MOE_PREFETCH_MODE_OFF     = 0, // hooks return at once
     GGML_MOE_PREFETCH_MODE_MADV    = 1, // one WILLNEED per selected expert, at the matmul that reads it
-    GGML_MOE_PREFETCH_MODE_HINT    = 2, // all selected experts of gate, up and down before the first of the three
+    GGML_MOE_PREFETCH_MODE_HINT    = 2, // all selected experts of gate, up and down before the first of the three; others leave the page cache by use
     GGML_MOE_PREFETCH_MODE_OVERLAP = 3, // hint, and while a layer computes what the next one needs for certain
     GGML_MOE_PREFETCH_MODE_CACHE   = 4, // experts in memory of their own, read past the page cache, evicted by use
     GGML_MOE_PREFETCH_MODE_COUNT
