@@ -116,7 +116,8 @@ void ggml_moe_cache_follow(ggml_moe_prefetch_state & state, const ggml_moe_os & 
 void ggml_moe_pages_follow(ggml_moe_prefetch_state & state, const ggml_moe_os & os, ggml_moe_pages & pages) {
     const uint64_t now  = ggml_moe_now_ns();
     const uint64_t last = pages.budget_ns;
-    if (pages.unable || (last != 0 && now - last < 100*1000*1000)) {
+    // by the thread that computes, so seldom: the page cache gives way by itself meanwhile
+    if (pages.unable || (last != 0 && now - last < 500*1000*1000)) {
         return;
     }
     pages.budget_ns = now;
@@ -126,7 +127,6 @@ void ggml_moe_pages_follow(ggml_moe_prefetch_state & state, const ggml_moe_os & 
     std::shared_lock<std::shared_mutex> lock(state.mutex);
     uint64_t budget = state.params.cache_bytes;
     if (budget == 0 && spare != 0) {
-        // half of the margin: the page cache gives way by itself when memory runs short
         budget = spare - std::min(spare, ggml_moe_always_bytes(state) + ggml_moe_margin(spare)/2);
     }
     const bool all = (budget == 0 && spare == 0) || budget >= ggml_moe_mapped_bytes(state);

@@ -424,14 +424,12 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
     }
 
     const bool all_resident = ggml_moe_all_resident(state, os, thread.n_faults);
-    if (!rest.empty()) {
+    // what the cache has no memory for has never been looked at
+    if (!rest.empty() && (!all_resident || layer != nullptr)) {
         ggml_moe_hint_random(state, os, group.weights());
-        // what the cache has no memory for has never been looked at
-        if (!all_resident || layer != nullptr) {
-            const size_t n_hinted = ggml_moe_hint_experts(state, os, group.weights(), rest);
-            stats.bytes += n_hinted;
-            ggml_moe_saw(state, n_hinted);
-        }
+        const size_t n_hinted = ggml_moe_hint_experts(state, os, group.weights(), rest);
+        stats.bytes += n_hinted;
+        ggml_moe_saw(state, n_hinted);
     }
     if (mode != GGML_MOE_PREFETCH_MODE_CACHE) {
         ggml_moe_pages_select(state, os, cgraph, group.weights(), ids, ids.rows.size() >= GGML_MOE_N_PROMPT);

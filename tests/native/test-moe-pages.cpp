@@ -222,7 +222,7 @@ static void test_budget() {
     CHECK_EQ(n_spare_asked, 1u); // not with every layer
 
     spare = margin + expert;
-    std::this_thread::sleep_for(std::chrono::milliseconds(120));
+    std::this_thread::sleep_for(std::chrono::milliseconds(520));
     model.run(2);
     CHECK(only('d').size() == 4u); // 0 and 1
 
@@ -246,7 +246,7 @@ static void test_budget() {
     g.add(GGML_OP_MUL_MAT, g.weights(BASE + 100*PAGE, 1, 9*expert));
     g.add(GGML_OP_MUL_MAT_ID, g.weights(BASE, N_EXPERT, SLICE), ids);
     g.run();
-    std::this_thread::sleep_for(std::chrono::milliseconds(120));
+    std::this_thread::sleep_for(std::chrono::milliseconds(520));
     g.run();
     CHECK_EQ(t_counter("cache_budget"), expert);
 }
@@ -264,7 +264,7 @@ static void test_refusals() {
         model.run(0);
         model.run(1);
         CHECK_EQ(only('d').size(), 1u);
-        std::this_thread::sleep_for(std::chrono::milliseconds(120));
+        std::this_thread::sleep_for(std::chrono::milliseconds(520));
         model.run(2);
         CHECK(only('d').empty());
         CHECK_EQ(t_counter("errors"), error == EINVAL);
