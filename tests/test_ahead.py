@@ -18,7 +18,7 @@ from toolkit.model.trace import read
 def time_of(
     missing: list[list[int]], read_ms: float, *, top_k: int = 1, compute_ms: float = 9, early: int = 0, by_expert: bool
 ) -> float:
-    machine = Machine(compute_ms=compute_ms, experts_share=2 / 3, disk_mib_s=1)
+    machine = Machine(compute_ms=compute_ms, experts_share=2 / 3, shared_share=0, disk_mib_s=1)
     return token_ms(np.array(missing), top_k=top_k, read_ms=read_ms, machine=machine, early=early, by_expert=by_expert)
 
 
@@ -48,6 +48,20 @@ def test_a_layer_early_hides_a_read_behind_the_layer_before(by_expert: bool) -> 
     # of each layer 3 ms and 6 ms; the second layer's read of 6 ms starts at 3 and is there at 9, wanted at 12
     assert time_of([[0, 1]], 6, compute_ms=18, early=1, by_expert=by_expert) == pytest.approx(18)
     assert time_of([[0, 1]], 6, compute_ms=18, early=0, by_expert=True) == pytest.approx(24)
+
+
+def test_a_shared_expert_hides_a_read_when_it_comes_first() -> None:
+    # 2 ms of other weights, 3 ms in the selected expert, 1 ms in the shared one; a read of 3 ms for each matrix
+    machine = Machine(compute_ms=6, experts_share=1 / 2, shared_share=1 / 6, disk_mib_s=1)
+
+    def time(shared_first: bool) -> float:
+        missing = np.array([[1]])
+        return token_ms(missing, top_k=1, read_ms=9, machine=machine, early=0, shared_first=shared_first)
+
+    # gate is there at 5, up at 8, down at 11: done at 12, and the shared expert at 13
+    assert time(False) == pytest.approx(13)
+    # it is done at 3, long before gate
+    assert time(True) == pytest.approx(12)
 
 
 def test_reads_do_not_start_before_their_token() -> None:

@@ -498,6 +498,26 @@ def test_results_readme_is_made_from_the_files_and_checked(tmp_path: Path) -> No
     assert lines[-4:] == ["", "<!-- results:end -->", "", "end"]
 
 
+def test_the_block_has_a_row_per_test_and_a_column_per_candidate(tmp_path: Path) -> None:
+    both = header(["soh"] * 3)
+    both["plan"]["arms"] = ["stock", "off", "hint"]
+    # off by turns a little faster and slower than stock; hint twice as fast in every block
+    data = rows(["soh"] * 3, [2.0, 2.1, 4.0, 2.1, 2.0, 4.2, 2.2, 2.2, 4.4], both)
+    write(tmp_path / "results" / "box" / "a.jsonl", both, *data)
+    write(tmp_path / "results" / "box" / "b.jsonl", header(ABBA, run_id="r2"), *(usual(run_id="r2")))
+    readme = tmp_path / "README.md"
+    files = "results/box/a.jsonl results/box/b.jsonl"
+    readme.write_text(f"<!-- results:begin {files} -->\n<!-- results:end -->\n", encoding="utf-8")
+    table = [line for line in with_block(readme).splitlines() if line.startswith("|")]
+    heads, _, first, second = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    assert heads[5:] == ["test", "baseline", "off", "hint"]
+    assert first[5:7] == second[5:7] == ["tg48", "stock"]
+    assert first[7].startswith("1.0") and first[7].endswith("] ?")
+    assert first[8].startswith("2.0") and first[8].endswith("]")
+    assert second[7] == ""
+    assert second[8].startswith("1.52 [1.")
+
+
 def test_a_readme_without_files_or_block(tmp_path: Path) -> None:
     assert "No results yet." in results_page(tmp_path)
     readme = tmp_path / "README.md"

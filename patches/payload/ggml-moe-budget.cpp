@@ -117,7 +117,7 @@ void ggml_moe_pages_follow(ggml_moe_prefetch_state & state, const ggml_moe_os & 
     const uint64_t now  = ggml_moe_now_ns();
     const uint64_t last = pages.budget_ns;
     // by the thread that computes, so seldom: the page cache gives way by itself meanwhile
-    if (pages.unable || (last != 0 && now - last < 500*1000*1000)) {
+    if (last != 0 && now - last < 500*1000*1000) {
         return;
     }
     pages.budget_ns = now;
@@ -125,11 +125,21 @@ void ggml_moe_pages_follow(ggml_moe_prefetch_state & state, const ggml_moe_os & 
     const uint64_t spare = os.memory_spare();
 
     std::shared_lock<std::shared_mutex> lock(state.mutex);
+    if (state.pages.get() != &pages) {
+        return; // the mode was changed meanwhile
+    }
     uint64_t budget = state.params.cache_bytes;
     if (budget == 0 && spare != 0) {
-        budget = spare - std::min(spare, ggml_moe_always_bytes(state) + ggml_moe_margin(spare)/2);
+        const uint64_t held = ggml_moe_always_bytes(state) + ggml_moe_margin(spare)/2;
+        budget = std::max<uint64_t>(1, spare - std::min(spare, held));
     }
-    const bool all = (budget == 0 && spare == 0) || budget >= ggml_moe_mapped_bytes(state);
-    pages.budget = all ? UINT64_MAX : budget;
-    state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = all ? 0 : budget;
+    if (budget == 0 || budget >= ggml_moe_mapped_bytes(state)) {
+        budget = UINT64_MAX;
+    }
+    const uint64_t before = pages.budget;
+    const uint64_t change = budget > before ? budget - before : before - budget;
+    if (change > before/64) { // smaller changes are noise
+        pages.budget = budget;
+        state.counters.values[GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET] = budget == UINT64_MAX ? 0 : budget;
+    }
 }

@@ -282,20 +282,26 @@ void ggml_moe_queue_drop(ggml_moe_prefetch_state & state) {
     state.queue.clear();
 }
 
-bool ggml_moe_drop(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const std::vector<ggml_moe_range> & slices) {
-    std::shared_lock<std::shared_mutex> lock(state.mutex);
+void ggml_moe_drop(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const std::vector<ggml_moe_range> & slices) {
     for (const ggml_moe_range & slice : slices) {
         const ggml_moe_range range = ggml_moe_range_inner(slice, os.page_size); // neighbours share the rest
-        const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range);
-        if (mapping == nullptr || mapping->file->error != 0) {
-            continue; // gone meanwhile, or a file that is in memory anyway
+        int result;
+        {
+            std::shared_lock<std::shared_mutex> lock(state.mutex);
+            const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, range);
+            if (mapping == nullptr || mapping->file->error != 0 || mapping->file->kept) {
+                continue; // gone meanwhile, or not to be dropped
+            }
+            result = os.page_drop(mapping->file->handle, range.begin, range.size(), range.begin - mapping->whole.begin);
+            if (result != 0) {
+                mapping->file->kept = true;
+            }
+            if (result != 0 && state.pages) {
+                state.pages->forget(mapping->range);
+            }
         }
-        const int result = os.page_drop(mapping->file->handle, range.begin, range.size(), range.begin - mapping->whole.begin);
-        if (result != 0) {
-            state.check(result == -ENOSYS ? 0 : result, "dropping pages");
-            return false;
-        }
-        state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_DROPPED, range.size());
+        // not on this system, or of a file that is locked in memory: no failure
+        state.check(result == -ENOSYS || result == -EINVAL ? 0 : result, "posix_fadvise(POSIX_FADV_DONTNEED)");
+        state.count(GGML_MOE_PREFETCH_COUNTER_BYTES_DROPPED, result == 0 ? range.size() : 0);
     }
-    return true;
 }

@@ -34,5 +34,5 @@ bool ggml_moe_queue_push(ggml_moe_prefetch_state & state, const ggml_moe_os & os
     const std::vector<int32_t> & experts);
 void ggml_moe_queue_drop(ggml_moe_prefetch_state & state);
 
-// slices that the page cache need not hold; false: the system cannot, or not of a file that is locked in memory
-bool ggml_moe_drop(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const std::vector<ggml_moe_range> & slices);
+// slices that the page cache need not hold; a file of which it keeps them is not asked for again
+void ggml_moe_drop(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const std::vector<ggml_moe_range> & slices);

@@ -438,7 +438,10 @@ static uint64_t ggml_moe_os_memory_spare(void) {
     const uint64_t    available = ggml_moe_os_meminfo("MemAvailable:");
     const std::string self      = ggml_moe_os_read_file("/proc/self/cgroup");
     const uint64_t    spare     = ggml_moe_os_cgroup_spare(self.c_str(), "/sys/fs/cgroup");
-    return available == 0 && spare == UINT64_MAX ? 0 : std::min(available == 0 ? UINT64_MAX : available, spare);
+    if (available == 0 && spare == UINT64_MAX) {
+        return 0;
+    }
+    return std::max<uint64_t>(1, std::min(available == 0 ? UINT64_MAX : available, spare)); // known, and be it nothing
 #elif defined(__APPLE__)
     // no figure says what reclaim could give: half of the machine leaves room for everybody else
     task_vm_info_data_t    info;

@@ -26,7 +26,7 @@ struct ggml_moe_os {
     int64_t (*direct_read) (intptr_t file, void * data, size_t size, uint64_t offset); // bytes, fewer only at the end of the file
     void    (*direct_close)(intptr_t file);
 
-    // the page cache's copy of a mapped range may go, now or first of all; its next use reads the file again
+    // drops the page cache's copy of a mapped range, but for what another process maps; its next use reads the file again
     int (*page_drop)(intptr_t file, uintptr_t addr, size_t size, uint64_t offset);
 
     // memory of the process's own; it counts only once it is touched; NULL: none to be had

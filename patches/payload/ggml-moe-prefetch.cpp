@@ -223,12 +223,9 @@ static std::shared_ptr<ggml_moe_cache> ggml_moe_cache_of(ggml_moe_prefetch_state
 // page cache
 //
 
-// hint, overlap: experts have been asked for; while the disk reads, others go that are worth less
-static void ggml_moe_pages_select(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph,
-        const ggml_moe_matrices & matrices, const ggml_moe_ids & ids, bool prompt) {
-    std::shared_ptr<ggml_moe_pages>  pages;
-    std::vector<ggml_moe_pages_part> parts;
-    const int64_t n_expert = matrices[0]->ne[2];
+// NULL when there is nothing to drop: not in these modes, or everything fits
+static std::shared_ptr<ggml_moe_pages> ggml_moe_pages_of(ggml_moe_prefetch_state & state, const ggml_moe_os & os) {
+    std::shared_ptr<ggml_moe_pages> pages;
     {
         std::shared_lock<std::shared_mutex> lock(state.mutex);
         pages = state.pages;
@@ -237,7 +234,7 @@ static void ggml_moe_pages_select(ggml_moe_prefetch_state & state, const ggml_mo
         std::unique_lock<std::shared_mutex> lock(state.mutex);
         const int mode = state.mode.load(); // it may have been switched since the node hook looked
         if (mode != GGML_MOE_PREFETCH_MODE_HINT && mode != GGML_MOE_PREFETCH_MODE_OVERLAP) {
-            return;
+            return nullptr;
         }
         if (!state.pages) {
             state.pages = std::make_shared<ggml_moe_pages>((float) state.params.half_life);
@@ -245,24 +242,48 @@ static void ggml_moe_pages_select(ggml_moe_prefetch_state & state, const ggml_mo
         pages = state.pages;
     }
     ggml_moe_pages_follow(state, os, *pages);
-    if (pages->budget == UINT64_MAX) {
-        return;
-    }
-    {
-        std::shared_lock<std::shared_mutex> lock(state.mutex);
-        for (const ggml_tensor * weights : matrices) {
-            if (weights->ne[2] == n_expert && ggml_moe_find_mapping(state, ggml_moe_tensor_range(weights))) {
-                parts.push_back({ (uintptr_t) weights->data, weights->nb[2] });
-            }
+    return pages->budget == UINT64_MAX ? nullptr : pages;
+}
+
+// what of the matrices can be dropped: adapters are not mapped, and some files are kept in memory
+static std::vector<ggml_moe_pages_part> ggml_moe_pages_parts(ggml_moe_prefetch_state & state, const ggml_moe_matrices & matrices) {
+    std::vector<ggml_moe_pages_part> parts;
+    std::shared_lock<std::shared_mutex> lock(state.mutex);
+    for (const ggml_tensor * weights : matrices) {
+        const ggml_moe_mapping * mapping = ggml_moe_find_mapping(state, ggml_moe_tensor_range(weights));
+        if (weights->ne[2] == matrices[0]->ne[2] && mapping != nullptr && mapping->file->error == 0 && !mapping->file->kept) {
+            parts.push_back({ (uintptr_t) weights->data, weights->nb[2] });
         }
     }
-    std::vector<ggml_moe_range> dropped;
-    if (!parts.empty() && pages->select(std::move(parts), n_expert, ids, prompt, dropped)) {
+    return parts;
+}
+
+// experts have been asked for; while the disk reads, others go that are worth less. cgraph: that
+// computes them here, or NULL
+static void ggml_moe_pages_select(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_cgraph * cgraph,
+        const ggml_moe_matrices & matrices, const ggml_moe_ids & ids, bool prompt) {
+    const auto pages = ggml_moe_pages_of(state, os);
+    const auto parts = pages ? ggml_moe_pages_parts(state, matrices) : std::vector<ggml_moe_pages_part>();
+    if (parts.empty()) {
+        return;
+    }
+    if (cgraph != nullptr && pages->learn(parts, matrices[0]->ne[2])) {
         ggml_moe_always_learn(state, cgraph);
     }
-    if (!ggml_moe_drop(state, os, dropped)) {
-        pages->unable = true;
-        pages->budget = UINT64_MAX;
+    std::vector<ggml_moe_range> dropped;
+    pages->select(parts, matrices[0]->ne[2], ids, prompt, dropped);
+    if (!dropped.empty()) {
+        state.n_clean = 0; // no fault tells of them
+        ggml_moe_drop(state, os, dropped);
+    }
+}
+
+static void ggml_moe_pages_ahead(ggml_moe_prefetch_state & state, const ggml_moe_os & os, const ggml_moe_matrices & matrices,
+        const std::vector<int32_t> & experts) {
+    const auto pages = ggml_moe_pages_of(state, os);
+    const auto parts = pages ? ggml_moe_pages_parts(state, matrices) : std::vector<ggml_moe_pages_part>();
+    if (!parts.empty()) {
+        pages->ahead(parts, matrices[0]->ne[2], experts);
     }
 }
 
@@ -341,6 +362,7 @@ static void ggml_moe_graph_begin(ggml_moe_prefetch_state & state, const ggml_moe
         } else {
             ggml_moe_hint_random(state, os, group.weights());
             ggml_moe_hint_experts(state, os, group.weights(), ids.distinct);
+            ggml_moe_pages_ahead(state, os, group.weights(), ids.distinct);
         }
     }
 }
@@ -431,9 +453,6 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
         stats.bytes += n_hinted;
         ggml_moe_saw(state, n_hinted);
     }
-    if (mode != GGML_MOE_PREFETCH_MODE_CACHE) {
-        ggml_moe_pages_select(state, os, cgraph, group.weights(), ids, ids.rows.size() >= GGML_MOE_N_PROMPT);
-    }
     if (!others.nodes.empty()) {
         stats.bytes += ggml_moe_hint_experts(state, os, others.weights(), ids.distinct);
     }
@@ -452,13 +471,19 @@ static void ggml_moe_announce(ggml_moe_prefetch_state & state, const ggml_moe_os
             if (wide && layer_after != nullptr) {
                 cache->ahead(layer_after, ggml_moe_all_experts(after.n_expert()));
             } else if (wide && !all_resident) {
+                const auto all = ggml_moe_all_experts(after.n_expert());
                 ggml_moe_hint_random(state, os, after.weights());
-                ggml_moe_queue_push(state, os, after.weights(), ggml_moe_all_experts(after.n_expert()));
+                if (ggml_moe_queue_push(state, os, after.weights(), all)) {
+                    ggml_moe_pages_ahead(state, os, after.weights(), all);
+                }
             } else if (layer_after != nullptr && ids.rows.size() < GGML_MOE_N_PROMPT && cgraph == &thread.whole) {
                 // within a schedule only, whose end waits for guesses: they read weights of the model
                 ggml_moe_foresee(state, *cache, group, after);
             }
         }
+    }
+    if (mode != GGML_MOE_PREFETCH_MODE_CACHE) {
+        ggml_moe_pages_select(state, os, cgraph, group.weights(), ids, ids.rows.size() >= GGML_MOE_N_PROMPT);
     }
     stats.hint_ns += ggml_moe_now_ns() - thread.announced;
 }
@@ -569,6 +594,15 @@ static void ggml_moe_graph_split(const ggml_cgraph * split, ggml_tensor ** input
     }
 }
 
+// the matrices of the layer that starts at copy k
+static ggml_moe_matrices ggml_moe_copied_group(const std::vector<ggml_moe_copied> & copies, size_t k) {
+    ggml_moe_matrices group;
+    for (size_t j = k; j < copies.size() && copies[j].ids == copies[k].ids; j++) {
+        group.push_back(copies[j].weights);
+    }
+    return group;
+}
+
 static void ggml_moe_copy(const ggml_tensor * weights, const ggml_tensor * ids_tensor, const int32_t * data) {
     ggml_moe_thread         & thread = ggml_moe_this_thread;
     ggml_moe_prefetch_state & state  = ggml_moe_prefetch_get_state();
@@ -618,19 +652,19 @@ static void ggml_moe_copy(const ggml_tensor * weights, const ggml_tensor * ids_t
             if (!known && !wide) {
                 break;
             }
+            const auto all = ggml_moe_all_experts(copies[j].weights->ne[2]);
             ggml_moe_hint_random(state, os, { copies[j].weights });
-            if (!ggml_moe_queue_push(state, os, { copies[j].weights }, known ? ids.distinct : ggml_moe_all_experts(copies[j].weights->ne[2]))) {
+            if (!ggml_moe_queue_push(state, os, { copies[j].weights }, known ? ids.distinct : all)) {
                 break;
+            }
+            if (!known && (j == 0 || copies[j - 1].ids != copies[j].ids)) { // the first of the next layer
+                ggml_moe_pages_ahead(state, os, ggml_moe_copied_group(copies, j), all);
             }
             thread.n_queued = j + 1;
         }
     }
     if (mode != GGML_MOE_PREFETCH_MODE_CACHE && k < copies.size() && (k == 0 || copies[k - 1].ids != copies[k].ids)) {
-        ggml_moe_matrices group;
-        for (size_t j = k; j < copies.size() && copies[j].ids == copies[k].ids; j++) {
-            group.push_back(copies[j].weights);
-        }
-        ggml_moe_pages_select(state, os, &thread.whole, group, ids, true); // the scheduler copies for a prompt
+        ggml_moe_pages_select(state, os, nullptr, ggml_moe_copied_group(copies, k), ids, true); // the scheduler copies for a prompt
     }
     const uint64_t ns = ggml_moe_now_ns() - start;
     stats.hint_ns += ns;
@@ -771,6 +805,10 @@ static void ggml_moe_map_add(const void * addr, size_t size, int fd) {
     std::unique_lock<std::shared_mutex> lock(state.mutex);
     ggml_moe_forget_layers(state, mapping.range); // weights in memory of their own, which has been given back
     state.mappings.push_back(mapping);
+    state.n_clean = 0; // nothing of it has been looked at
+    if (state.pages) {
+        state.pages->budget_ns = 0;
+    }
     state.count(GGML_MOE_PREFETCH_COUNTER_MAPPINGS);
 }
 

@@ -40,7 +40,7 @@ enum ggml_moe_prefetch_counter {
     GGML_MOE_PREFETCH_COUNTER_BYTES_RESIDENT,   // bytes of considered slices that were already in memory
     GGML_MOE_PREFETCH_COUNTER_BYTES_ALWAYS,     // bytes of always used weights among the hinted ones
     GGML_MOE_PREFETCH_COUNTER_BYTES_LOCKED,     // bytes of always used weights that are locked in memory
-    GGML_MOE_PREFETCH_COUNTER_BYTES_DROPPED,    // hint, overlap: bytes of experts that the page cache let go on request
+    GGML_MOE_PREFETCH_COUNTER_BYTES_DROPPED,    // hint, overlap: bytes of experts that the page cache was told to drop
     GGML_MOE_PREFETCH_COUNTER_CACHE_BUDGET,     // bytes of experts that the cache, or in hint and overlap the page cache, may hold; 0: all
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_RESIDENT, // cache: selected experts that were in memory
     GGML_MOE_PREFETCH_COUNTER_EXPERTS_MISSED,   // cache: selected experts that were not

@@ -25,6 +25,8 @@ struct ggml_moe_file {
     intptr_t            handle = -1;
     int                 error  = 0;
 
+    mutable std::atomic<bool> kept{false}; // its pages cannot be dropped
+
     ggml_moe_file(const ggml_moe_os & os, int fd) : os(os) { error = os.direct_open(fd, &handle); }
     ~ggml_moe_file() {
         if (error == 0) {

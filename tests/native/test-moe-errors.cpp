@@ -213,7 +213,7 @@ static void test_advice(int error) {
     wide.run();
     wide.run();
     CHECK_EQ(n_calls[DROP], 1u);
-    check_errors(1);
+    check_errors(error == EINVAL ? 0 : 1); // EINVAL: of a file that is locked in memory
 
     // the advice of the open file: the mapping is known all the same
     reset(GGML_MOE_PREFETCH_MODE_HINT, FILE_NORMAL, error);

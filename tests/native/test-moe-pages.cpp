@@ -27,6 +27,8 @@ static int                    result_open;
 static int                    result_drop;
 static uint64_t               spare;
 static uint64_t               n_spare_asked;
+static bool                   resident;
+static uint64_t               n_looks;
 
 static std::vector<t_request> only(char what) {
     std::vector<t_request> found;
@@ -57,16 +59,25 @@ static ggml_moe_ids selection(std::vector<int32_t> experts) {
     return ids;
 }
 
-// experts dropped for a selection, by the slices of a layer whose parts start at 0x1000 and 0x9000
-static std::vector<int32_t> dropped(ggml_moe_pages & pages, std::vector<int32_t> experts, uintptr_t base = 0) {
+// a layer whose two parts lie at 0x1000 and 0x9000 after its base
+static std::vector<ggml_moe_pages_part> parts_at(uintptr_t base) {
+    return {{ base + 0x1000, 16 }, { base + 0x9000, 32 }};
+}
+
+static const uint64_t  EXPERT = 16 + 32; // bytes
+static const uintptr_t OTHER  = 0x100000; // base of another layer
+
+// the experts dropped for a selection, those of another layer than the selected one plus 100
+static std::vector<int32_t> dropped(ggml_moe_pages & pages, std::vector<int32_t> experts, uintptr_t base = 0, bool prompt = false) {
     std::vector<ggml_moe_range> slices;
-    pages.select({{ base + 0x1000, 16 }, { base + 0x9000, 32 }}, N_EXPERT, selection(experts), false, slices);
+    pages.select(parts_at(base), N_EXPERT, selection(experts), prompt, slices);
     CHECK(slices.size() % 2 == 0);
     std::vector<int32_t> found;
     for (size_t i = 0; i < slices.size(); i += 2) {
-        const uintptr_t id = (slices[i].begin - 0x1000) % 0x100000/16;
-        const uintptr_t of = slices[i].begin - 0x1000 - id*16;
-        CHECK_EQ(slices[i].size(), 16u);
+        const uintptr_t of = slices[i].begin < OTHER ? 0 : OTHER;
+        const uintptr_t id = (slices[i].begin - of - 0x1000)/16;
+        CHECK_EQ(slices[i].begin,     of + 0x1000 + id*16);
+        CHECK_EQ(slices[i].size(),    16u);
         CHECK_EQ(slices[i + 1].begin, of + 0x9000 + id*32);
         CHECK_EQ(slices[i + 1].size(), 32u);
         found.push_back((int32_t) (id + (of == base ? 0 : 100)));
@@ -76,11 +87,10 @@ static std::vector<int32_t> dropped(ggml_moe_pages & pages, std::vector<int32_t>
 
 static void test_policy() {
     using experts = std::vector<int32_t>;
-    const uint64_t expert = 16 + 32;
 
     // used once each: the one that was used longest ago
     ggml_moe_pages pages(24.0f);
-    pages.budget = 2*expert;
+    pages.budget = 2*EXPERT;
     CHECK(dropped(pages, { 0 }).empty());
     CHECK(dropped(pages, { 1 }).empty());
     CHECK(dropped(pages, { 2 }) == experts({ 0 }));
@@ -89,7 +99,7 @@ static void test_policy() {
 
     // used eight times, then others once each: what was used often stays, though it was used longest ago
     ggml_moe_pages often(24.0f);
-    often.budget = 3*expert;
+    often.budget = 3*EXPERT;
     for (int i = 0; i < 8; i++) {
         CHECK(dropped(often, { 5 }).empty());
     }
@@ -98,27 +108,60 @@ static void test_policy() {
     CHECK(dropped(often, { 3 }) == experts({ 1 }));
     CHECK(dropped(often, { 4 }) == experts({ 2 }));
 
+    // three batches of a prompt count as one use, so that 0 is the one that was used longest ago
+    ggml_moe_pages prompts(24.0f);
+    prompts.budget = 2*EXPERT;
+    for (int i = 0; i < 3; i++) {
+        CHECK(dropped(prompts, { 0 }, 0, true).empty());
+    }
+    CHECK(dropped(prompts, { 1 }).empty());
+    CHECK(dropped(prompts, { 2 }) == experts({ 0 }));
+
     // nothing that has just been asked for, were the budget ever so small
     ggml_moe_pages small(24.0f);
-    small.budget = expert;
+    small.budget = EXPERT;
     CHECK(dropped(small, { 0, 1, 2 }).empty());
     CHECK(dropped(small, { 1, 2 }) == experts({ 0 }));
 
-    // of two layers in turn, used alike: the one that has just run is due later. Its 0 is as old as the other's
+    // two layers in turn; at the end both have used their 0 two passes ago, and the one that runs is due later
     ggml_moe_pages layers(24.0f);
-    layers.budget = 4*expert;
-    const uintptr_t other = 0x100000;
-    CHECK(dropped(layers, { 0 }).empty());
-    CHECK(dropped(layers, { 0 }, other).empty());
-    CHECK(dropped(layers, { 1 }).empty());
-    CHECK(dropped(layers, { 1 }, other).empty());
-    CHECK(dropped(layers, { 2 }) == experts({ 0 }));
-    CHECK(dropped(layers, { 2 }, other) == experts({ 0 }));
+    layers.budget = 5*EXPERT;
+    for (const int32_t id : { 0, 1 }) {
+        CHECK(dropped(layers, { id }).empty());
+        CHECK(dropped(layers, { id }, OTHER).empty());
+    }
+    CHECK(dropped(layers, { 2 }).empty());
+    CHECK(dropped(layers, { 2 }, OTHER) == experts({ 0 }));
 
-    // a model that goes leaves nothing behind: 1 and 2 of this layer are held, and there is room for 3 and 4
-    layers.forget({ other, other + 0x100000 });
+    // a model that goes leaves nothing behind: 0, 1 and 2 of this layer are held, and there is room for 3 and 4
+    layers.forget({ OTHER, OTHER + 0x100000 });
     CHECK(dropped(layers, { 3, 4 }).empty());
-    CHECK(dropped(layers, { 5 }) == experts({ 1 }));
+    CHECK(dropped(layers, { 5 }) == experts({ 0 }));
+
+    // what was asked for ahead is counted, and does not go before its layer runs; then it is what was never used
+    ggml_moe_pages ahead(24.0f);
+    ahead.budget = 2*EXPERT;
+    CHECK(dropped(ahead, { 0 }).empty());
+    ahead.ahead(parts_at(OTHER), N_EXPERT, { 1 });
+    CHECK(dropped(ahead, { 2 }) == experts({ 0 }));
+    CHECK(dropped(ahead, { 3 }, OTHER) == experts({ 1 }));
+
+    // a budget that shrank is caught up with by twice what is selected
+    ggml_moe_pages shrunk(24.0f);
+    for (int32_t id = 0; id < 7; id++) {
+        shrunk.budget = 7*EXPERT;
+        CHECK(dropped(shrunk, { id }).empty());
+    }
+    shrunk.budget = EXPERT;
+    CHECK(dropped(shrunk, { 7 }) == experts({ 0, 1 }));
+    CHECK(dropped(shrunk, { 7 }) == experts({ 2, 3 }));
+
+    // the graph of a layer is looked at once
+    ggml_moe_pages learned(24.0f);
+    learned.ahead(parts_at(0), N_EXPERT, { 1 });
+    CHECK(learned.learn(parts_at(0), N_EXPERT));
+    CHECK(!learned.learn(parts_at(0), N_EXPERT));
+    CHECK(learned.learn(parts_at(OTHER), N_EXPERT));
 }
 
 //
@@ -224,16 +267,19 @@ static void test_budget() {
     spare = margin + expert;
     std::this_thread::sleep_for(std::chrono::milliseconds(520));
     model.run(2);
-    CHECK(only('d').size() == 4u); // 0 and 1
+    CHECK_EQ(only('d').size(), 4u); // 0 and 1
+
+    // less than nothing is left: all but what has just been asked for goes
+    spare = margin/2;
+    std::this_thread::sleep_for(std::chrono::milliseconds(520));
+    model.run(3);
+    CHECK(only('d') == model.drops(2));
 
     // not known, or enough for the whole file: all may stay
     for (const uint64_t enough : { (uint64_t) 0, margin + MAP_SIZE }) {
         spare = enough;
         reset(GGML_MOE_PREFETCH_MODE_HINT, 0);
-        for (int32_t id = 0; id < N_EXPERT; id++) {
-            model.run(id);
-            CHECK(only('d').empty());
-        }
+        model.run(0);
         CHECK_EQ(t_counter("cache_budget"), 0u);
     }
 
@@ -251,26 +297,30 @@ static void test_budget() {
     CHECK_EQ(t_counter("cache_budget"), expert);
 }
 
-// a refusal is counted and the last request; a system without such a request makes no error of it, and a file that
-// cannot be read directly is left alone
+// What is refused once is not asked for again, until the file is mapped anew. It is no failure where the system cannot,
+// or where the file is locked in memory. A file that cannot be read directly has no handle to drop by.
 static void test_refusals() {
     t_model model;
     const uint64_t expert = 2*SLICE;
 
-    reset(GGML_MOE_PREFETCH_MODE_HINT, expert);
-    for (const int error : { EINVAL, ENOSYS }) {
+    for (const int error : { EIO, EINVAL, ENOSYS }) {
         reset(GGML_MOE_PREFETCH_MODE_HINT, expert);
         result_drop = -error;
         model.run(0);
         model.run(1);
         CHECK_EQ(only('d').size(), 1u);
-        std::this_thread::sleep_for(std::chrono::milliseconds(520));
         model.run(2);
         CHECK(only('d').empty());
-        CHECK_EQ(t_counter("errors"), error == EINVAL);
+        CHECK_EQ(t_counter("errors"), error == EIO);
         CHECK_EQ(t_counter("bytes_dropped"), 0u);
+
+        result_drop = 0;
+        ggml_moe_prefetch_map_remove((const void *) BASE, MAP_SIZE);
+        ggml_moe_prefetch_map_add((const void *) BASE, MAP_SIZE, 3);
+        model.run(0);
+        model.run(1);
+        CHECK(only('d') == model.drops(0));
     }
-    result_drop = 0;
 
     result_open = -EINVAL;
     reset(GGML_MOE_PREFETCH_MODE_HINT, expert);
@@ -281,17 +331,50 @@ static void test_refusals() {
     CHECK_EQ(t_counter("errors"), 0u);
 }
 
+// once everything is in memory pages are not looked at any more; after a drop they are
+static void test_looks_again() {
+    t_model model;
+    const uint64_t expert = 2*SLICE;
+    const uint64_t margin = 32*1024*1024;
+
+    spare    = margin + MAP_SIZE;
+    resident = true;
+    reset(GGML_MOE_PREFETCH_MODE_HINT, 0);
+    for (int i = 0; i < 10; i++) {
+        model.run(1);
+    }
+    uint64_t n_before = n_looks;
+    model.run(2);
+    CHECK_EQ(n_looks, n_before);
+
+    spare = margin + expert;
+    std::this_thread::sleep_for(std::chrono::milliseconds(520));
+    model.run(1);
+    model.run(2);
+    CHECK(only('d') == model.drops(1));
+    n_before = n_looks;
+    model.run(1);
+    CHECK(n_looks > n_before);
+    resident = false;
+}
+
 int main() {
     static ggml_moe_os os = t_os();
     os.advise_willneed = [](uintptr_t addr, size_t size) { requests.push_back({ 'w', addr, size }); return 0; };
     os.page_drop       = fake_drop;
     os.direct_open     = [](int, intptr_t * file) { *file = 7; return result_open; };
     os.memory_spare    = [] { n_spare_asked++; return spare; };
+    os.resident        = [](uintptr_t, size_t size, uint8_t * pages) {
+        n_looks++;
+        memset(pages, resident, size/PAGE);
+        return 0;
+    };
     ggml_moe_prefetch_set_os(&os);
 
     test_policy();
     test_hooks();
     test_budget();
     test_refusals();
+    test_looks_again();
     return 0;
 }

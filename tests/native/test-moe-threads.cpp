@@ -67,6 +67,7 @@ int main() {
     }
 
     CHECK(n_requests > 0);
+    CHECK(t_counter("bytes_dropped") > 0);
     CHECK_EQ(t_counter("errors"), 0u); // no request ever met an unmapped address
     return 0;
 }

@@ -20,7 +20,14 @@ from toolkit.console import note
     default=0.65,
     show_default=True,
     type=click.FloatRange(0, 1),
-    help="Of the compute, in expert matmuls.",
+    help="Of the compute, in the matmuls of selected experts.",
+)
+@click.option(
+    "--shared-share",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="The same of shared experts, which every token uses.",
 )
 @click.option("--expert-bytes", metavar="SIZE", help="Of one expert.  [default: what the trace says]")
 @click.option(
@@ -33,6 +40,7 @@ def ahead(
     disk: float,
     capacity: tuple[int, ...],
     experts_share: float,
+    shared_share: float,
     expert_bytes: str | None,
     out: Path | None,
     as_json: bool,
@@ -53,7 +61,9 @@ def ahead(
     from toolkit.model import ahead as study
     from toolkit.model import trace
 
-    machine = study.Machine(compute_ms=compute, experts_share=experts_share, disk_mib_s=disk)
+    if experts_share + shared_share > 1:
+        raise click.UsageError("--experts-share and --shared-share are parts of one compute: more than 1 together")
+    machine = study.Machine(compute_ms=compute, experts_share=experts_share, shared_share=shared_share, disk_mib_s=disk)
     found = study.study(
         [trace.read(file) for file in files],
         capacity,

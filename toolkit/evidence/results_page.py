@@ -18,20 +18,10 @@ from toolkit.evidence.findings import Comparison
 from toolkit.evidence.report import arm_text, budget_text, markdown_table, number, ratio_text, verdict_text
 from toolkit.evidence.setting import command
 from toolkit.results import RunData, injected_slowdown_percent, machine_facts, read
+from toolkit.stats import Verdict
 
-_HEADINGS = (
-    "machine",
-    "date",
-    "model",
-    "memory budget",
-    "read-ahead",
-    "test",
-    "baseline",
-    "candidate",
-    "ratio [95 %]",
-    "verdict",
-    "MiB/token",
-)
+_SETTING = ("machine", "date", "model", "memory budget", "read-ahead", "test", "baseline")
+_HEADINGS = (*_SETTING, "candidate", "ratio [95 %]", "verdict", "MiB/token")
 _COMMANDS = "What made each file; where the file does not record it, a command of the same plan."
 _BLOCK = re.compile(r"(<!-- results:begin ?(?P<files>[^>]*?) ?-->\n)(?P<body>.*?)(<!-- results:end -->)", re.DOTALL)
 
@@ -70,7 +60,7 @@ def with_block(readme: Path) -> str:
             hint="add the lines <!-- results:begin FILE... --> and <!-- results:end -->",
         )
     files = [readme.parent / name for name in match["files"].split()]
-    body = _table(files, readme.parent) if files else "No results yet."
+    body = _summary(files, readme.parent) if files else "No results yet."
     return f"{text[: match.start('body')]}\n{body}\n\n{text[match.end('body') :]}"
 
 
@@ -82,11 +72,35 @@ def _table(files: Sequence[Path], root: Path) -> str:
     return markdown_table(_HEADINGS, rows)
 
 
+def _summary(files: Sequence[Path], root: Path) -> str:
+    """A row per test of every file, with a column for each candidate: the ratios alone, `?` where undecided."""
+    rows: list[tuple[list[str], dict[str, str]]] = []
+    for run in read(files):
+        by_test: dict[str, tuple[list[str], dict[str, str]]] = {}
+        for c in compare([run]).comparisons if len(run.header["arms"]) > 1 else ():
+            _, ratios = by_test.setdefault(c.test, (_setting(run, c, root), {}))
+            ratios[_arm(run, c.candidate)] = _ratio(c)
+        rows += by_test.values()
+    candidates = list(dict.fromkeys(name for _, ratios in rows for name in ratios))
+    cells = [[*setting, *(ratios.get(name, "") for name in candidates)] for setting, ratios in rows]
+    return markdown_table((*_SETTING, *candidates), cells)
+
+
+def _ratio(c: Comparison) -> str:
+    if c.void:
+        return "void"
+    return f"{ratio_text(c)} ?" if c.verdict is Verdict.UNDECIDED else ratio_text(c)
+
+
 def _link(run: RunData, text: str, root: Path) -> str:
     return f"[{text}]({run.path.relative_to(root).as_posix()})"
 
 
-def _cells(run: RunData, c: Comparison, root: Path) -> list[str]:
+def _arm(run: RunData, arm: str) -> str:
+    return arm_text(arm, injected_slowdown_percent(run.header, arm))
+
+
+def _setting(run: RunData, c: Comparison, root: Path) -> list[str]:
     header = run.header
     read_ahead = machine_facts(header).get("read_ahead_kb")
     return [
@@ -96,7 +110,14 @@ def _cells(run: RunData, c: Comparison, root: Path) -> list[str]:
         budget_text(header["plan"]) + (", one process" if header["plan"].get("process") == "shared" else ""),
         "-" if read_ahead is None else f"{read_ahead} KiB",
         c.test,
-        *(arm_text(arm, injected_slowdown_percent(header, arm)) for arm in (c.baseline, c.candidate)),
+        _arm(run, c.baseline),
+    ]
+
+
+def _cells(run: RunData, c: Comparison, root: Path) -> list[str]:
+    return [
+        *_setting(run, c, root),
+        _arm(run, c.candidate),
         ratio_text(c),
         verdict_text(c),
         f"{number(c.baseline_mib_per_token)} → {number(c.candidate_mib_per_token)}",

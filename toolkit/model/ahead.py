@@ -5,9 +5,9 @@ It is what a runtime can reach at best on a machine: no thread is ever in anothe
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,8 @@ class Machine:
     """Times of one model on one machine."""
 
     compute_ms: float  # of a token in memory
-    experts_share: float  # of the compute, in the expert matmuls
+    experts_share: float  # of the compute, in the matmuls of selected experts
+    shared_share: float  # of the compute, in those of shared experts, which every token uses
     disk_mib_s: float
 
 
@@ -47,10 +48,18 @@ class Row:
     # by how many layers before its own matmuls a layer's selection is known
     by_matrix_ms: tuple[float, ...]  # each matmul takes all experts, the resident ones first
     by_expert_ms: tuple[float, ...]  # each expert goes through its three matmuls, the resident ones first
+    shared_first_ms: tuple[float, ...]  # by matrix, the shared experts before the selected ones instead of after them
 
 
 def token_ms(
-    missing: NDArray[np.int64], *, top_k: int, read_ms: float, machine: Machine, early: int, by_expert: bool
+    missing: NDArray[np.int64],
+    *,
+    top_k: int,
+    read_ms: float,
+    machine: Machine,
+    early: int,
+    by_expert: bool = False,
+    shared_first: bool = False,
 ) -> float:
     """Mean time of a token whose layers miss `missing` experts, [token, layer], in milliseconds.
 
@@ -60,7 +69,8 @@ def token_ms(
     """
     n_tokens, n_layers = missing.shape
     expert_ms = machine.compute_ms * machine.experts_share / n_layers / top_k
-    other_ms = machine.compute_ms * (1 - machine.experts_share) / n_layers
+    shared_ms = machine.compute_ms * machine.shared_share / n_layers
+    other_ms = machine.compute_ms * (1 - machine.experts_share - machine.shared_share) / n_layers
     now = disk = 0.0
     for token in missing:
         begin = [0.0] * n_layers  # when the disk begins with a layer's reads
@@ -71,6 +81,7 @@ def token_ms(
                 begin[asked] = max(disk, now)
                 disk = begin[asked] + float(token[asked]) * read_ms
                 asked += 1
+            now += shared_ms if shared_first else 0
             resident = (top_k - float(n)) * expert_ms
             if by_expert:
                 now += resident
@@ -83,7 +94,16 @@ def token_ms(
                     for i in range(n):
                         read = ((part - 1) * float(n) + i + 1) / N_MATRICES * read_ms
                         now = max(now, begin[layer] + read) + expert_ms / N_MATRICES
+            now += 0 if shared_first else shared_ms
     return now / n_tokens
+
+
+def _by_notice(
+    missing: NDArray[np.int64], machine: Machine, top_k: int, read_ms: float, **order: bool
+) -> tuple[float, ...]:
+    return tuple(
+        token_ms(missing, top_k=top_k, read_ms=read_ms, machine=machine, early=early, **order) for early in LAYERS_EARLY
+    )
 
 
 def study(
@@ -110,17 +130,7 @@ def study(
                 progress(f"{recording.path.name}: {percent} %, {policy}")
                 missing = layer_misses(workload, POLICIES[policy], capacity_of(workload, percent))
                 missing = missing[workload.trace.n_prompt :]
-                times = [
-                    token_ms(
-                        missing,
-                        top_k=workload.trace.top_k,
-                        read_ms=read_ms,
-                        machine=machine,
-                        early=early,
-                        by_expert=by_expert,
-                    )
-                    for by_expert, early in itertools.product((False, True), LAYERS_EARLY)
-                ]
+                times = partial(_by_notice, missing, machine, workload.trace.top_k, read_ms)
                 mean = float(missing.sum()) / len(missing)
                 rows.append(
                     Row(
@@ -130,8 +140,9 @@ def study(
                         mib=mean * size / MIB,
                         read_ms=mean * read_ms,
                         compute_ms=machine.compute_ms,
-                        by_matrix_ms=tuple(times[: len(LAYERS_EARLY)]),
-                        by_expert_ms=tuple(times[len(LAYERS_EARLY) :]),
+                        by_matrix_ms=times(),
+                        by_expert_ms=times(by_expert=True),
+                        shared_first_ms=times(shared_first=True),
                     )
                 )
     return rows
@@ -142,9 +153,19 @@ def as_json(rows: Sequence[Row], machine: Machine) -> dict[str, Any]:
     return {"machine": asdict(machine), "layers_early": LAYERS_EARLY, "rows": [asdict(row) for row in rows]}
 
 
+def _about_shared(machine: Machine) -> list[str]:
+    if not machine.shared_share:
+        return []
+    return [
+        f"Another {machine.shared_share:.0%} of the compute is in shared experts, after the selected ones; `shared first`:",
+        "before them, while what is missing is read.",
+    ]
+
+
 def as_markdown(rows: Sequence[Row], machine: Machine) -> str:
     """The table as a page."""
-    heads = [f"{early} early, {order}" for order in ("matrices", "experts") for early in LAYERS_EARLY]
+    orders = ("matrices", "experts", "shared first") if machine.shared_share else ("matrices", "experts")
+    heads = [f"{early} early, {order}" for order in orders for early in LAYERS_EARLY]
     lines = [
         "# What reading ahead can win",
         "",
@@ -154,12 +175,14 @@ def as_markdown(rows: Sequence[Row], machine: Machine) -> str:
         "at its own matmuls (0 early), or one or two layers before. `matrices`: gate of all experts, then up, then",
         "down, each with the resident experts first, as llama.cpp does it. `experts`: the resident experts go through",
         "all three before the first missing one.",
+        *_about_shared(machine),
         "",
         f"| trace | cache | policy | MiB | disk alone | compute alone | {' | '.join(heads)} |",
         f"| --- | ---: | --- |{' ---: |' * (3 + len(heads))}",
     ]
     for row in rows:
         figures = (row.mib, row.read_ms, row.compute_ms, *row.by_matrix_ms, *row.by_expert_ms)
+        figures += row.shared_first_ms if machine.shared_share else ()
         cells = [row.trace, f"{row.capacity_percent} %", row.policy, *(f"{figure:.1f}" for figure in figures)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
