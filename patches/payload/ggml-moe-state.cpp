@@ -15,7 +15,7 @@
 #    include <pthread.h>
 #endif
 
-#define GGML_MOE_PREFETCH_VERSION "3"
+#define GGML_MOE_PREFETCH_VERSION "4"
 
 //
 // names
