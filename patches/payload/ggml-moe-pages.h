@@ -3,9 +3,9 @@
 // hint, overlap: the page cache, with the policy of the cache.
 //
 // Left alone the kernel drops expert pages in the order they were read, since it does not look at the use of what is
-// advised random (vma_has_recency in include/linux/mm_inline.h), and it does so a few pages at a time in the thread that asks for the
-// next. So experts that were asked for are counted as held, and beyond a budget those worth least are dropped whole, while
-// the disk reads what was asked for. The kernel may have dropped some before: that costs nothing.
+// advised random (vma_has_recency in include/linux/mm_inline.h), and it does so a few pages at a time in the thread that
+// asks for the next. So experts that were asked for are counted as held, and beyond a budget those worth least are
+// dropped whole, while the disk reads what was asked for. The kernel may have dropped some before: that costs nothing.
 
 #include "ggml-moe-policy.h"
 
