@@ -157,8 +157,8 @@ def _about_shared(machine: Machine) -> list[str]:
     if not machine.shared_share:
         return []
     return [
-        f"Another {machine.shared_share:.0%} of the compute is in shared experts, after the selected ones; `shared first`:",
-        "before them, while what is missing is read.",
+        f"Another {machine.shared_share:.0%} of the compute is in shared experts, which come after the selected ones;",
+        "`shared first`: before them, while what is missing is read.",
     ]
 
 
