@@ -233,6 +233,7 @@ def test_matrix_takes_ratios_from_stored_results(tmp_path: Path) -> None:
     cells = [line.split("|") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     assert [c.strip() for c in cells[2]][1:-2] == ["1", "aaaaaaaaa", "2026-01-01", "clean", "yes", "yes", "no"]
     assert cells[2][-2].strip().startswith("1.5")
+    assert cells[2][-2].strip().endswith("] at 128 KiB")  # the header's read-ahead
     assert cells[3][-2].strip() == "-"
 
 

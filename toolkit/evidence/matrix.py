@@ -11,7 +11,7 @@ from toolkit.errors import ResultsError
 from toolkit.evidence.compare import compare
 from toolkit.evidence.report import markdown_table, ratio_text
 from toolkit.files import write_text
-from toolkit.results import read
+from toolkit.results import machine_facts, read
 
 _BASELINE, _CANDIDATE = "stock", "hint"
 
@@ -73,7 +73,7 @@ def _yes(value: bool | None) -> str:
 
 
 def _ratios(folder: Path) -> dict[str, str]:
-    """Commit -> decode ratio with its interval."""
+    """Commit -> decode ratio with its interval and the read-ahead."""
     found: dict[str, tuple[str, str]] = {}
     for path in folder.glob("*/*.jsonl"):
         try:
@@ -86,6 +86,9 @@ def _ratios(folder: Path) -> dict[str, str]:
             continue
         for c in compare([run]).comparisons:
             if c.test.startswith("tg") and (c.baseline, c.candidate) == (_BASELINE, _CANDIDATE) and c.ratio is not None:
-                entry = (str(header["created"]), ratio_text(c))
+                # stock depends on the read-ahead more than on anything else
+                read_ahead = machine_facts(header).get("read_ahead_kb")
+                at = "" if read_ahead is None else f" at {read_ahead} KiB"
+                entry = (str(header["created"]), ratio_text(c) + at)
                 found[header["pin"]] = max(entry, found.get(header["pin"], ("", "")))
     return {commit: text for commit, (_, text) in found.items()}
