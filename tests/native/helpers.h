@@ -114,6 +114,28 @@ inline ggml_moe_os t_os() {
     return os;
 }
 
+// what a stand-in kernel was asked for; each test has letters of its own
+struct t_request {
+    char      what;
+    uintptr_t addr;
+    size_t    size;
+
+    bool operator==(const t_request & other) const {
+        return what == other.what && addr == other.addr && size == other.size;
+    }
+};
+
+// those of one kind that start in [begin, end)
+inline std::vector<t_request> t_only(const std::vector<t_request> & requests, char what, uintptr_t begin = 0, uintptr_t end = UINTPTR_MAX) {
+    std::vector<t_request> found;
+    for (const auto & r : requests) {
+        if (r.what == what && begin <= r.addr && r.addr < end) {
+            found.push_back(r);
+        }
+    }
+    return found;
+}
+
 inline uint64_t t_counter(const char * name) {
     for (int i = 0; i < ggml_moe_prefetch_counter_count(); i++) {
         if (strcmp(ggml_moe_prefetch_counter_name(i), name) == 0) {

@@ -5,17 +5,7 @@
 #include <cerrno>
 #include <set>
 
-struct t_request {
-    char      what; // w: willneed, r: random, n: normal
-    uintptr_t addr;
-    size_t    size;
-
-    bool operator==(const t_request & other) const {
-        return what == other.what && addr == other.addr && size == other.size;
-    }
-};
-
-static std::vector<t_request> requests;
+static std::vector<t_request> requests; // w: willneed, r: random, n: normal
 static std::set<uintptr_t>    resident_pages;
 static int                    result_willneed;
 static int                    result_resident;
@@ -75,13 +65,7 @@ static void reset(enum ggml_moe_prefetch_mode mode) {
 }
 
 static std::vector<t_request> only(char what) {
-    std::vector<t_request> found;
-    for (const auto & r : requests) {
-        if (r.what == what) {
-            found.push_back(r);
-        }
-    }
-    return found;
+    return t_only(requests, what);
 }
 
 static void test_off() {

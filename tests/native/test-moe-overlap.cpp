@@ -17,18 +17,8 @@ static const int64_t   N_EXPERT = 8;
 static const size_t    SLICE    = 2*PAGE;
 static const size_t    DENSE    = 5*PAGE;
 
-struct t_request {
-    char      what; // w: willneed, l: lock, u: unlock
-    uintptr_t addr;
-    size_t    size;
-
-    bool operator==(const t_request & other) const {
-        return what == other.what && addr == other.addr && size == other.size;
-    }
-};
-
 static std::mutex             mutex;
-static std::vector<t_request> requests;
+static std::vector<t_request> requests; // w: willneed, l: lock, u: unlock
 static bool                   all_resident;
 static uint64_t               n_faults;
 static uint64_t               n_looks;
@@ -43,13 +33,7 @@ static int record(char what, uintptr_t addr, size_t size, int result = 0) {
 
 static std::vector<t_request> only(char what, uintptr_t begin = 0, uintptr_t end = UINTPTR_MAX) {
     std::lock_guard<std::mutex> lock(mutex);
-    std::vector<t_request> found;
-    for (const auto & r : requests) {
-        if (r.what == what && begin <= r.addr && r.addr < end) {
-            found.push_back(r);
-        }
-    }
-    return found;
+    return t_only(requests, what, begin, end);
 }
 
 // dense weights, one expert matrix; three times; the file holds them in that order

@@ -12,17 +12,7 @@ static const size_t    PAGE     = 4096;
 static const int64_t   N_EXPERT = 8;
 static const size_t    SLICE    = 3*PAGE;
 
-struct t_request {
-    char      what; // w: willneed, d: drop
-    uintptr_t addr;
-    size_t    size;
-
-    bool operator==(const t_request & other) const {
-        return what == other.what && addr == other.addr && size == other.size;
-    }
-};
-
-static std::vector<t_request> requests;
+static std::vector<t_request> requests; // w: willneed, d: drop
 static int                    result_open;
 static int                    result_drop;
 static uint64_t               spare;
@@ -31,13 +21,7 @@ static bool                   resident;
 static uint64_t               n_looks;
 
 static std::vector<t_request> only(char what) {
-    std::vector<t_request> found;
-    for (const auto & r : requests) {
-        if (r.what == what) {
-            found.push_back(r);
-        }
-    }
-    return found;
+    return t_only(requests, what);
 }
 
 static int fake_drop(intptr_t file, uintptr_t addr, size_t size, uint64_t offset) {
